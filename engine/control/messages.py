@@ -4,26 +4,14 @@ One tagged msgpack struct a message (`encode`, `decode`); the tag is the class n
 that does not decode is refused, never guessed at.
 """
 
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from engine.schedule.types import Batch
+from engine.topology.ranks import RankId
 
 PROTOCOL_VERSION = 1
-
-Role: TypeAlias = Literal["attention", "expert"]
-
-
-class RankId(msgspec.Struct, frozen=True, order=True):
-    """A rank and which life of it: a respawned rank has the next incarnation."""
-
-    role: Role
-    rank: int
-    incarnation: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.rank}"
 
 
 # --- what a client asks for and gets ---------------------------------------------------------
