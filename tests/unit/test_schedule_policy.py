@@ -79,10 +79,19 @@ def test_nothing_waits_for_company_once_drained() -> None:
 
 
 def test_a_later_prompt_waits_again_after_a_drain() -> None:
-    policy = make_policy()
+    policy = make_policy(groups=2)
+    add_all(policy, [10])
     policy.drain()
+    assert len(policy.next(0.0)) == 1
     add_all(policy, [10])
     assert policy.next(0.0) == []
+
+
+def test_limits_are_inclusive() -> None:
+    policy = make_policy()
+    add_all(policy, [90, MAX - 90, EXCLUSIVE])
+    (assignment,) = policy.next(0.0)
+    assert keys(assignment) == [[0, 1], [2]]
 
 
 def test_a_long_prompt_has_a_group_to_itself_and_need_not_wait() -> None:
