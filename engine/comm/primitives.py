@@ -1,0 +1,170 @@
+"""The four primitives, as attention and expert ranks see them. Any transport implements these.
+
+    attention rank                          expert rank
+    dispatch_send  -- rows, routing -->     dispatch_recv, open
+    combine_recv, combine_add  <-- rows --  combine_send
+
+Each (attention rank, expert rank, lane) has one region. It is busy from dispatch_send until
+combine_add: a dispatch carries the credit for its own combine, so combine_send never waits.
+
+Nothing here blocks but warm_up. A loop drains (`combine_recv`, `dispatch_recv`) until nothing
+more comes and only then polls `socket`: bells that came during warm_up are handed out by the
+next drain and no longer make the socket readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from engine.comm.layout import WindowShape
+from engine.topology.ranks import RankId
+
+if TYPE_CHECKING:
+    import zmq
+    from torch import Tensor
+
+    from engine.comm.routing import RankDispatch
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """The other end of a pair. bell: the ZeroMQ address where `id` listens.
+
+    fd: the window that the two share. It is mapped, not kept: the caller may close it once the
+    endpoint has been constructed (or `reconnect` has returned).
+    """
+
+    id: RankId
+    bell: str
+    fd: int
+    shape: WindowShape
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A combine that can be added: `n` rows of `tile` from the expert rank `expert`."""
+
+    expert: int
+    batch: int
+    lane: int
+    layer: int
+    tile: int
+    n: int
+
+
+class WorkItem(msgspec.Struct, frozen=True):
+    """A dispatch that can be served: `n` rows, `p` (expert, row) pairs, from group `group`.
+
+    incarnation: which life of the attention rank sent it.
+    """
+
+    group: int
+    batch: int
+    lane: int
+    layer: int
+    tile: int
+    n: int
+    p: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The arrays of one work item, views into the window, valid until its combine_send.
+
+    hidden [n, H] payload; counts [local experts] int32; row_index [p] int32; weights [p] float32.
+    out [n, H] payload: the result goes here. It holds an older result until it is written.
+    """
+
+    hidden: Tensor
+    counts: Tensor
+    row_index: Tensor
+    weights: Tensor
+    out: Tensor
+
+
+class AttentionEndpoint(Protocol):
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """Readable when combines came. Only for a poller."""
+
+    def is_free(self, expert: int, lane: int) -> bool:
+        """Whether dispatch_send to this region would go."""
+
+    def dispatch_send(
+        self,
+        expert: int,
+        lane: int,
+        batch: int,
+        layer: int,
+        tile: int,
+        source: Tensor,
+        part: RankDispatch,
+    ) -> bool:
+        """Sends source[part.rows] and the routing; source is [N, H] of the payload's dtype.
+
+        False: the region is still busy and nothing was written. ValueError: it cannot fit.
+        A part with n = 0 is announced and answered like any other; with one attention rank to a
+        group, skip it and await nothing.
+        """
+
+    def combine_recv(self) -> list[Arrival]:
+        """All combines that came since; empty when none did. RunError on a wrong one."""
+
+    def combine_add(self, arrival: Arrival, rows: Tensor, into: Tensor) -> None:
+        """into[rows] += the arrived rows, then frees the region. Once for each arrival.
+
+        rows: `rows` of the RankDispatch that was sent. into [N, H] of any float dtype. Add a
+        tile's arrivals in rank order: then bits do not depend on which came first.
+        """
+
+    def warm_up(self, deadline_s: float) -> None:
+        """Rings every expert rank that has not answered yet and waits for the answers.
+
+        deadline_s: seconds from now. RunError names the ranks that did not answer by then.
+        """
+
+    def reconnect(self, peer: Peer) -> list[Arrival]:
+        """Switches to another life of an expert rank, with a new window.
+
+        Returns the dispatches in flight to the old one, arrived or not: they are gone, and the
+        caller sends them again. Bells of the old life are dropped from now on.
+        """
+
+    def close(self) -> None: ...
+
+
+class ExpertEndpoint(Protocol):
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """Readable when dispatches came. Only for a poller."""
+
+    def dispatch_recv(self) -> list[WorkItem]:
+        """All dispatches that came since; empty when none did. RunError on a wrong one."""
+
+    def is_current(self, item: WorkItem) -> bool:
+        """False when the item's sender was replaced (reconnect) since: discard the item."""
+
+    def open(self, item: WorkItem) -> Work:
+        """The item's arrays. RunError when its routing points outside its own rows."""
+
+    def combine_send(self, item: WorkItem) -> None:
+        """Announces `out`. Once for each item; nothing happens when it is not current."""
+
+    def warm_up(self, deadline_s: float) -> None:
+        """Waits until every attention rank has rung, and answers. As AttentionEndpoint's."""
+
+    def reconnect(self, peer: Peer) -> None:
+        """Switches to another life of an attention rank; items of the old one become void."""
+
+    def close(self) -> None: ...
+
+
+def by_rank(peers: Sequence[Peer]) -> dict[int, Peer]:
+    """Raises ValueError when two peers have the same rank."""
+    table = {peer.id.rank: peer for peer in peers}
+    if len(table) != len(peers):
+        raise ValueError("two peers have the same rank")
+    return table
