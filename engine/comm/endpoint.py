@@ -1,0 +1,166 @@
+"""What the two ends of the shared-memory transport have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+import zmq
+
+from engine.comm.doorbell import Bell, BellBox, BellRinger, Kind
+from engine.comm.primitives import Arrival, Peer, WorkItem, by_rank
+from engine.comm.windows import Window
+from engine.errors import RunError
+from engine.topology.ranks import RankId
+
+_RERING_S = 0.5
+
+Use = TypeVar("Use")
+
+
+class Endpoint(Generic[Use]):
+    """A box to hear bells in; for each peer a window, a ringer, and what each lane is in use for.
+
+    me, address: this rank, and where it listens (`ipc:///...`, at most 107 bytes of path).
+    dtype: the payload's. layers: a bell for a layer beyond is an error. context: shared with the
+    caller's other sockets; by default one of its own. Build it after the last fork.
+    """
+
+    def __init__(
+        self,
+        me: RankId,
+        address: str,
+        peers: Sequence[Peer],
+        dtype: torch.dtype,
+        layers: int,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.me = me
+        self._dtype = dtype
+        self._layers = layers
+        self._own_context = context is None
+        self._context = context or zmq.Context()
+        self._windows: dict[int, Window] = {}
+        self._ringers: dict[int, BellRinger] = {}
+        self._cold: set[int] = set()
+        self._busy: dict[tuple[int, int], Use] = {}  # by peer's rank and lane
+        self._kept: list[Bell] = []  # came during warm_up and wait for the next drain
+        self._box: BellBox | None = None
+        try:
+            self._box = BellBox(self._context, me, address)
+            for peer in by_rank(peers).values():
+                self._connect(peer)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        return self._open_box.socket
+
+    @property
+    def dropped(self) -> int:
+        """Bells of lives that are over, dropped so far."""
+        return self._open_box.dropped
+
+    @property
+    def _open_box(self) -> BellBox:
+        if self._box is None:
+            raise ValueError("the endpoint is closed")
+        return self._box
+
+    def _connect(self, peer: Peer) -> list[Use]:
+        """Also replaces an earlier life of the peer; returns what its lanes were in use for."""
+        rank = peer.id.rank
+        old = self._ringers.get(rank)
+        if old is not None and peer.id.incarnation <= old.peer.incarnation:
+            raise ValueError(f"{peer.id} is already in incarnation {old.peer.incarnation}")
+        window = Window(peer.fd, peer.shape, self._dtype)
+        if old is not None:
+            old.close()
+            self._windows[rank].close()
+            self._kept = [bell for bell in self._kept if bell.sender.rank != rank]
+        self._windows[rank] = window
+        self._ringers[rank] = BellRinger(self._context, peer.id, peer.bell)
+        self._open_box.expect([peer.id])
+        self._cold.add(rank)
+        return [self._busy.pop(key) for key in sorted(self._busy) if key[0] == rank]
+
+    def _ring(self, kind: Kind, rank: int, what: Arrival | WorkItem | None = None) -> None:
+        ringer = self._ringers[rank]
+        bell = Bell(kind, self.me, ringer.peer.incarnation)
+        if what is not None:
+            p = what.p if isinstance(what, WorkItem) else 0
+            bell = Bell(
+                kind,
+                self.me,
+                ringer.peer.incarnation,
+                *(what.batch, what.lane, what.layer, what.tile, what.n, p),
+            )
+        ringer.ring(bell)
+
+    def _take(self, kind: Kind) -> list[Bell]:
+        """Bells of `kind` that came; warm-up bells are dealt with on the way."""
+        bells, self._kept = self._kept, []
+        for bell in self._open_box.drain():
+            if bell.kind is Kind.WARMUP:
+                self._warmed(bell.sender.rank)
+            elif bell.kind is kind:
+                self._check(bell)
+                bells.append(bell)
+            else:
+                raise RunError(f"{bell.sender} rang {self.me} for a {bell.kind.name.lower()}")
+        return bells
+
+    def _check(self, bell: Bell) -> None:
+        """A bell's numbers become offsets into shared memory: none may lead outside."""
+        shape = self._windows[bell.sender.rank].shape
+        limits = {
+            "lane": (bell.lane, shape.lanes - 1),
+            "layer": (bell.layer, self._layers - 1),
+            "n": (bell.n, shape.rows),
+            "p": (bell.p, bell.n * min(shape.top_k, shape.local_experts)),
+        }
+        for name, (value, most) in limits.items():
+            if value > most:
+                raise RunError(
+                    f"{bell.sender} sent {self.me} {name} {value} where at most {most} is possible "
+                    f"(batch {bell.batch}, lane {bell.lane}, layer {bell.layer}, tile {bell.tile})"
+                )
+
+    def _warmed(self, rank: int) -> None:
+        self._cold.discard(rank)
+
+    def _warm_up(self, kind: Kind, deadline_s: float, rings: bool) -> None:
+        deadline = time.monotonic() + deadline_s
+        next_ring = 0.0
+        while self._cold:
+            now = time.monotonic()
+            if now >= deadline:
+                names = ", ".join(str(self._ringers[rank].peer) for rank in sorted(self._cold))
+                raise RunError(
+                    f"{self.me} did not hear from {names} within {deadline_s:g} s; "
+                    "look in the logs of those ranks"
+                )
+            if rings and now >= next_ring:
+                # Again and again: a rank that has not been told of this life drops the bell.
+                for rank in self._cold:
+                    self._ring(Kind.WARMUP, rank)
+                next_ring = now + _RERING_S
+            wait_s = min(deadline, next_ring if rings else deadline) - now
+            self.socket.poll(max(1, round(wait_s * 1000)))
+            self._kept = self._take(kind)
+
+    def close(self) -> None:
+        """Drops what has not been delivered, and leaves no socket file. May be called twice."""
+        for ringer in self._ringers.values():
+            ringer.close()
+        for window in self._windows.values():
+            window.close()
+        if self._box is not None:
+            self._box.close()
+            self._box = None
+        if self._own_context:
+            self._context.term()
