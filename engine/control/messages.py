@@ -175,6 +175,10 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True):
 # --- controller -> rank ----------------------------------------------------------------------
 
 
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Answers a Hello: both sides agree."""
+
+
 class Run(msgspec.Struct, frozen=True, tag=True):
     """A batch for one lane of an attention group, with the requests its segments belong to."""
 
@@ -198,6 +202,7 @@ Message: TypeAlias = (
     | Ready
     | Progress
     | BatchDone
+    | Welcome
     | Run
     | Stop
 )

@@ -1,0 +1,193 @@
+"""The supervisor: starts the processes of an instance, notices the first that fails, ends them all.
+
+It runs in the asapctl process itself. Ending is always the same and needs nobody's help: closing
+the socket to the zygote, which kills the ranks and removes the runtime folder. A supervisor that
+is killed closes that socket too.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from engine.errors import RunError
+from engine.launch import zygote
+
+_START_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 15.0
+_KEPT_LOGS = 20
+
+
+class Supervisor:
+    """The processes of one instance. Use as a context manager; leaving it ends all of them.
+
+    Every failure of a process is raised as one RunError that names the first one that failed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = f"{name}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.folder = Path()
+        self._titles: dict[int, str] = {}
+        self._spawning: list[str] = []
+        self._failure: RunError | None = None
+
+    def __enter__(self) -> "Supervisor":
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("an instance is started from the main thread")
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._zygote = subprocess.Popen(
+                    [sys.executable, "-m", "engine.launch.zygote", str(theirs.fileno()), self.name],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(),
+                    start_new_session=True,  # the terminal's Ctrl-C is the supervisor's alone
+                )
+            self._await_folder()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def fileno(self) -> int:
+        """Readable when `check` has something to say."""
+        return self._link.fileno()
+
+    def spawn(self, entry: str, title: str, payload: bytes, fds: Sequence[int] = ()) -> None:
+        """Starts `title`, which runs `entry(payload, fds)`; its output goes to its own log."""
+        log = os.open(self.log_of(title), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            request = zygote.Spawn(entry, f"asapctl: {title}", payload)
+            zygote.send_spawn(self._link, request, [log, *fds])
+        except OSError:
+            self.check()
+            raise
+        finally:
+            os.close(log)
+        self._spawning.append(title)
+
+    def log_of(self, title: str) -> Path:
+        return self.folder / "logs" / f"{title.replace(' ', '-')}.log"
+
+    def check(self) -> None:
+        """Raises RunError if a process of the instance has ended. Never blocks."""
+        while self._failure is None and select.select([self._link], [], [], 0)[0]:
+            self._take(zygote.receive_event(self._link))
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        """Ends every process and removes the runtime folder. Never raises; may be repeated."""
+        before = _ignore_interrupts()
+        try:
+            if self._failure is not None:
+                self._keep_logs()
+            self._link.close()
+            process = getattr(self, "_zygote", None)
+            if process is not None:
+                if not (self._titles or self._spawning):
+                    process.kill()  # it may be importing torch; there is nothing to end but itself
+                try:
+                    process.wait(_END_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()  # its ranks die with it
+                    process.wait()
+            if self.folder != Path():
+                shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            _restore_interrupts(before)
+
+    def _await_folder(self) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while self.folder == Path():
+            if not select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise RunError(f"the zygote did not start within {_START_TIMEOUT_S:.0f} s")
+            self._take(zygote.receive_event(self._link))
+            if self._failure is not None:
+                raise self._failure
+
+    def _take(self, event: zygote.Event | None) -> None:
+        match event:
+            case zygote.Started(folder):
+                self.folder = Path(folder)
+            case zygote.Spawned(pid):
+                self._titles[pid] = self._spawning.pop(0)
+            case zygote.Exited(pid, code):
+                self._failure = RunError(self._describe(self._titles[pid], pid, code))
+            case zygote.Failed(reason):
+                self._failure = RunError(reason)
+            case None:
+                code = self._zygote.wait()
+                self._failure = RunError(f"the zygote (pid {self._zygote.pid}) {_ending(code)}")
+
+    def _describe(self, title: str, pid: int, code: int) -> str:
+        what = f"{title} (pid {pid}) {_ending(code)}"
+        if code == -signal.SIGKILL:
+            return f"{what}; if nobody killed it, the machine or its cgroup ran out of memory"
+        reason = _last_line(self.log_of(title))
+        return f"{what}: {reason}" if reason else what
+
+    def _keep_logs(self) -> None:
+        """Moves the logs of a failed instance where its user can read them, and says where."""
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        kept = state / "asapctl" / "logs"
+        with contextlib.suppress(OSError):
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.move(self.folder / "logs", kept / self.name)
+            for old in sorted(kept.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT_LOGS]:
+                shutil.rmtree(old, ignore_errors=True)
+            if self._failure is not None:
+                self._failure.args = (f"{self._failure}\nlogs: {kept / self.name}",)
+
+
+def _environment() -> dict[str, str]:
+    """One thread a process, and no accelerator plug-in imported before its rank asks for it."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**os.environ, **threads, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1] if lines else ""
+
+
+def _ignore_interrupts() -> dict[int, object]:
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _restore_interrupts(before: dict[int, object]) -> None:
+    for number, handler in before.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""One MoE layer of one batch, seen from its attention rank: dispatches out, combines in.
+
+The tokens of the batch are cut into tiles of `window_tokens`. Each expert rank gets the tiles one
+after another, as its region for this lane becomes free, without regard to the other expert
+ranks. What comes back is added in rank order within a tile, so that the sum of a token has the
+same bits whatever arrived first; a segment that is early stays in its window until its turn.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.comm.layout import tiles
+from engine.comm.primitives import Arrival, AttentionEndpoint
+from engine.comm.routing import RankDispatch, plan_dispatch
+
+
+class Routed(Protocol):
+    """x [N, H]: what the experts compute on; experts [N, k] int64; weights [N, k] float32."""
+
+    @property
+    def x(self) -> Tensor: ...
+    @property
+    def experts(self) -> Tensor: ...
+    @property
+    def weights(self) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class _Tile:
+    """The tokens `span` of a batch. turns: the expert ranks still to be added, in order."""
+
+    span: slice
+    parts: dict[int, RankDispatch]
+    turns: deque[int]
+    arrived: dict[int, Arrival] = field(default_factory=dict)
+
+
+class Exchange:
+    """Never blocks: `send` writes what there is room for, `take` adds what has come."""
+
+    def __init__(
+        self,
+        endpoint: AttentionEndpoint,
+        *,
+        lane: int,
+        batch: int,
+        layer: int,
+        routed: Routed,
+        bounds: Sequence[range],
+        window_tokens: int,
+    ) -> None:
+        self._endpoint = endpoint
+        self._lane, self._batch, self._layer = lane, batch, layer
+        self._x = routed.x
+        self._tiles: list[_Tile] = []
+        self._unsent: dict[int, deque[int]] = {}  # expert rank -> tiles
+        for span in tiles(len(routed.x), window_tokens):
+            plan = plan_dispatch(routed.experts[span], routed.weights[span], bounds)
+            parts = {rank: part for rank, part in enumerate(plan) if part.n}
+            for rank in parts:
+                self._unsent.setdefault(rank, deque()).append(len(self._tiles))
+            self._tiles.append(_Tile(span, parts, deque(parts)))
+        self._open_tiles = sum(bool(tile.turns) for tile in self._tiles)
+
+    @property
+    def done(self) -> bool:
+        """Every expert rank's part of every tile has been added."""
+        return self._open_tiles == 0
+
+    def send(self) -> None:
+        """Dispatches the next tile of every expert rank whose region is free."""
+        for rank, tiles in self._unsent.items():
+            if tiles and self._endpoint.is_free(rank, self._lane):
+                tile = self._tiles[tiles[0]]
+                if self._endpoint.dispatch_send(
+                    rank,
+                    self._lane,
+                    self._batch,
+                    self._layer,
+                    tiles[0],
+                    self._x[tile.span],
+                    tile.parts[rank],
+                ):
+                    tiles.popleft()
+
+    def take(self, arrival: Arrival, into: Tensor) -> None:
+        """Adds the segment, and those that waited for it, into `into` [N, H]; sends what follows.
+
+        Raises ValueError for an arrival of another layer, tile or batch.
+        """
+        tile = self._tiles[arrival.tile]
+        if (arrival.batch, arrival.layer) != (self._batch, self._layer):
+            raise ValueError(f"{arrival} came while batch {self._batch} is at layer {self._layer}")
+        tile.arrived[arrival.expert] = arrival
+        while tile.turns and tile.turns[0] in tile.arrived:
+            rank = tile.turns.popleft()
+            self._endpoint.combine_add(
+                tile.arrived.pop(rank), tile.parts[rank].rows, into[tile.span]
+            )
+            if not tile.turns:
+                self._open_tiles -= 1
+        self.send()
