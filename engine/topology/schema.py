@@ -1,0 +1,131 @@
+"""The topology file: its sections, keys, defaults and ranges.
+
+This is the whole vocabulary of topology files. What the present version can run is narrower, and
+`SUPPORTED` says how much: anything else is refused by name, never ignored.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
+Auto: TypeAlias = Literal["auto"]
+Device: TypeAlias = Literal["cpu", "cuda", "npu"]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the sections. Every key has a default that works."""
+
+
+class Model(Section, frozen=True):
+    """path: a folder in Hugging Face layout, or "demo". max_model_len: longest prompt, in tokens;
+    "auto" is the smaller of the model's own limit and what fits in memory.
+    """
+
+    path: Annotated[str, Meta(min_length=1)] = "demo"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    max_model_len: Count | Auto = "auto"
+
+
+class Attention(Section, frozen=True):
+    """groups: how many copies of the attention side work on prompts at the same time."""
+
+    groups: Count | Auto = "auto"
+    tensor_parallel: Count = 1
+    device: Device = "cpu"
+    threads: Count | Auto = "auto"
+
+
+class Experts(Section, frozen=True):
+    """ranks: over how many processes the experts of every layer are divided."""
+
+    ranks: Count | Auto = "auto"
+    device: Device = "cpu"
+    threads: Count | Auto = "auto"
+    shared_experts: Literal["attention", "experts"] = "attention"
+    order: Literal["round-robin", "first-ready"] = "round-robin"
+    replicas: dict[str, Any] = {}
+
+
+class Comm(Section, frozen=True):
+    """window_tokens: most tokens in one dispatch; a larger one goes in several."""
+
+    transport: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
+    window_tokens: Count | Auto = "auto"
+
+
+class Schedule(Section, frozen=True):
+    """min_batch_tokens: a batch is aggregated up to here. lanes: batches that a group has at once.
+    exclusive_tokens: a longer prompt has its group to itself. max_wait_ms: how long a batch waits
+    for company.
+    """
+
+    policy: Literal["asap", "asap+", "sync", "sync-chunked", "sync-afd"] = "asap"
+    min_batch_tokens: Count = 2048
+    max_batch_tokens: Count = 4096
+    lanes: Count = 2
+    exclusive_tokens: Count = 16384
+    max_wait_ms: Annotated[float, Meta(ge=0, le=3_600_000)] = 20.0
+
+
+class Instances(Section, frozen=True):
+    count: Count = 1
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """A checked topology. `source` names the file, and `overridden` the "section.key"s that were
+    set outside it, so that whoever finds a problem later can say where (`where`).
+    """
+
+    model: Model = Model()
+    attention: Attention = Attention()
+    experts: Experts = Experts()
+    comm: Comm = Comm()
+    schedule: Schedule = Schedule()
+    instances: Instances = Instances()
+    source: str = "topology"
+    folder: Path | None = None
+    overridden: frozenset[str] = frozenset()
+
+    def where(self, section: str, key: str) -> str:
+        """How a message names a key: `cpu.toml: [attention] groups`."""
+        return locate(self.source, section, key, self.overridden)
+
+
+def locate(source: str, section: str, key: str, overridden: frozenset[str]) -> str:
+    if f"{section}.{key}" in overridden:
+        return f"--set {section}.{key}"
+    return f"{source}: [{section}] {key}"
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": Model,
+    "attention": Attention,
+    "experts": Experts,
+    "comm": Comm,
+    "schedule": Schedule,
+    "instances": Instances,
+}
+
+# What this version runs, where the vocabulary is wider.
+SUPPORTED: dict[tuple[str, str], tuple[object, ...]] = {
+    ("attention", "tensor_parallel"): (1,),
+    ("attention", "device"): ("cpu",),
+    ("experts", "device"): ("cpu",),
+    ("experts", "shared_experts"): ("attention",),
+    ("experts", "order"): ("round-robin",),
+    ("experts", "replicas"): ({},),
+    ("comm", "transport"): ("auto", "shm"),
+    ("schedule", "policy"): ("asap",),
+    ("instances", "count"): (1,),
+}
+
+LATER_SECTIONS = {
+    "serve": "this version does not serve over HTTP",
+    "nodes": "this version runs on one node",
+}
+LATER_KEYS = {
+    ("schedule", "ttft_slo_s"): "this version schedules without a time-to-first-token goal"
+}

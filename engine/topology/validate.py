@@ -1,0 +1,145 @@
+"""Checks the tables of a topology file against the schema, and finds every problem at once."""
+
+import difflib
+import math
+import types
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
+
+import msgspec
+
+from engine.topology.schema import (
+    LATER_KEYS,
+    LATER_SECTIONS,
+    SECTIONS,
+    SUPPORTED,
+    Schedule,
+    Section,
+    locate,
+)
+
+Tables: TypeAlias = Mapping[str, Any]
+
+
+def check_tables(
+    tables: Tables, source: str, overridden: frozenset[str] = frozenset()
+) -> tuple[dict[str, Section], list[str]]:
+    """Returns the sections, and the problems (then the sections are of no use).
+
+    tables: section -> key -> value, as TOML has them. overridden: "section.key"s of `--set`.
+    """
+    problems: list[str] = []
+    sections: dict[str, Section] = {}
+    for name, table in tables.items():
+        if name not in SECTIONS:
+            problems.append(f"{source}: {_unknown_section(name, table)}")
+        elif not isinstance(table, Mapping):
+            shape = "several sections" if isinstance(table, list) else _show(table)
+            problems.append(f"{source}: [{name}]: expected one section, got {shape}")
+        else:
+            for key, value in table.items():
+                problem = _check_key(name, key, value)
+                if problem:
+                    problems.append(f"{locate(source, name, key, overridden)}: {problem}")
+    if not problems:
+        sections = {
+            name: msgspec.convert(tables.get(name, {}), SECTIONS[name]) for name in SECTIONS
+        }
+        problems = [
+            f"{locate(source, section, key, overridden)}: {problem}"
+            for section, key, problem in _check_combinations(sections)
+        ]
+    return sections, problems
+
+
+def _check_key(section: str, key: str, value: object) -> str | None:
+    if (section, key) in LATER_KEYS:
+        return f"{LATER_KEYS[section, key]}; remove the key"
+    hints = field_types(section)
+    if key not in hints:
+        return f"unknown key; {_place_of(key, section)}"
+    try:
+        msgspec.convert(value, hints[key])
+    except msgspec.ValidationError:
+        return f"expected {expected(hints[key])}, got {_show(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"expected {expected(hints[key])}, got {_show(value)}"
+    supported = SUPPORTED.get((section, key))
+    if supported and value not in supported:
+        choice = _either(map(_show, supported))
+        return f"this version has only {choice}, not {_show(value)}; change or remove the key"
+    return None
+
+
+def _check_combinations(sections: Mapping[str, Section]) -> Iterable[tuple[str, str, str]]:
+    """Yields section, key and problem of values that are possible alone but not together."""
+    schedule = sections["schedule"]
+    assert isinstance(schedule, Schedule)
+    least, most = schedule.min_batch_tokens, schedule.max_batch_tokens
+    if least > most:
+        yield (
+            "schedule",
+            "min_batch_tokens",
+            f"{least} is more than max_batch_tokens, {most}; lower it, or raise max_batch_tokens",
+        )
+
+
+def field_types(section: str) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(SECTIONS[section])}
+
+
+def expected(hint: Any) -> str:
+    """A type of the schema in words: `a whole number of at least 1, or "auto"`."""
+    if get_origin(hint) in {Union, types.UnionType}:
+        return _either((expected(part) for part in get_args(hint)), comma=", ")
+    if get_origin(hint) is Literal:
+        return _either(map(_show, get_args(hint)))
+    if get_origin(hint) is not Annotated:
+        return "a section of keys" if get_origin(hint) is dict else f"a {hint.__name__}"
+    kind, *notes = get_args(hint)
+    meta = next(note for note in notes if isinstance(note, msgspec.Meta))
+    if kind is str:
+        return "a string that is not empty"
+    noun = {int: "a whole number", float: "a number"}[kind]
+    return f"{noun} from {meta.ge} to {meta.le}" if meta.le else f"{noun} of at least {meta.ge}"
+
+
+def _place_of(key: str, section: str) -> str:
+    """Where an unknown key may have been meant to be."""
+    near = _nearest(key, field_types(section))
+    if near:
+        return f'did you mean "{near}"?'
+    homes = [f"[{name}]" for name in SECTIONS if key in field_types(name)]
+    if homes:
+        return f"it belongs in {_either(homes)}"
+    return f"[{section}] has {', '.join(field_types(section))}"
+
+
+def _unknown_section(name: str, table: object) -> str:
+    if name in LATER_SECTIONS:
+        return f"[{name}]: {LATER_SECTIONS[name]}; remove the section"
+    near = _nearest(name, SECTIONS)
+    if near and isinstance(table, Mapping | list):
+        return f"[{name}]: unknown section; did you mean [{near}]?"
+    if not isinstance(table, Mapping | list):
+        homes = [f"[{section}]" for section in SECTIONS if name in field_types(section)]
+        remedy = f"put it in {_either(homes)}" if homes else "remove it"
+        return f"{name}: stands outside any section; {remedy}"
+    return f"[{name}]: unknown section; there are {', '.join(f'[{known}]' for known in SECTIONS)}"
+
+
+def _nearest(word: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word.lower(), list(known), n=1)), None)
+
+
+def _either(words: Iterable[str], comma: str = " ") -> str:
+    *others, last = words
+    return f"{', '.join(others)}{comma}or {last}" if others else last
+
+
+def _show(value: object) -> str:
+    """A value as TOML would have it, cut short."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,186 @@
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from engine.errors import UsageError
+from engine.topology.load import load_topology, packaged_topologies
+from engine.topology.schema import SECTIONS, SUPPORTED, Schedule, Topology
+from engine.topology.validate import field_types
+
+
+def problems(path: str | Path, *overrides: str) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        load_topology(path, overrides)
+    return str(caught.value).splitlines()
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(text: str, name: str = "mine.toml") -> str:
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def test_every_packaged_topology_loads_and_says_where_it_fits() -> None:
+    names = packaged_topologies()
+    assert {"cpu", "cpu-2a2e", "cpu-3a2e"} <= set(names)
+    for name in names:
+        assert load_topology(name).source == f"{name}.toml"
+        assert load_topology(f"{name}.toml") == load_topology(name)
+        header = (resources.files("topologies") / f"{name}.toml").read_text(encoding="utf-8")
+        assert header.startswith("# Fits ")
+    topology = load_topology("cpu-3a2e")
+    assert (topology.attention.groups, topology.experts.ranks) == (3, 2)
+
+
+def test_an_empty_file_is_all_defaults(in_folder: Path) -> None:
+    topology = load_topology(write(""))
+    assert topology == Topology(source="mine.toml", folder=in_folder)
+    assert topology.schedule.max_batch_tokens == Schedule().max_batch_tokens
+
+
+def test_a_file_wins_over_a_packaged_name_and_a_folder_does_not(in_folder: Path) -> None:
+    Path("cpu-2a2e.toml").mkdir()
+    assert load_topology("cpu-2a2e.toml").attention.groups == 2
+    write("[attention]\ngroups = 7", "cpu-3a2e.toml")
+    assert load_topology("cpu-3a2e.toml").attention.groups == 7
+    assert load_topology("cpu-3a2e").attention.groups == 3
+
+
+def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
+    Path("mine.toml").write_bytes(b"\xef\xbb\xbf[attention]\r\ngroups = 2\r\n")
+    assert load_topology("mine.toml").attention.groups == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[attention]\ngrops = 2", '[attention] grops: unknown key; did you mean "groups"?'),
+        ("[attention]\nlanes = 2", "[attention] lanes: unknown key; it belongs in [schedule]"),
+        (
+            "[experts]\nthreads = 1\nqqq = 1",
+            "[experts] qqq: unknown key; "
+            "[experts] has ranks, device, threads, shared_experts, order, replicas",
+        ),
+        ("[atention]\n", "[atention]: unknown section; did you mean [attention]?"),
+        ("lanes = 2", "lanes: stands outside any section; put it in [schedule]"),
+        ("attention = 2", "[attention]: expected one section, got 2"),
+        ("[[attention]]\n", "[attention]: expected one section, got several sections"),
+        (
+            "[attention]\ngroups = true",
+            '[attention] groups: expected a whole number from 1 to 1000000000, or "auto", got true',
+        ),
+        (
+            "[experts]\nranks = 0",
+            '[experts] ranks: expected a whole number from 1 to 1000000000, or "auto", got 0',
+        ),
+        (
+            "[schedule]\nmax_wait_ms = nan",
+            "[schedule] max_wait_ms: expected a number from 0 to 3600000, got nan",
+        ),
+        (
+            '[model]\npath = ""',
+            '[model] path: expected a string that is not empty, got ""',
+        ),
+        (
+            '[model]\ndtype = "fp8"',
+            '[model] dtype: expected "auto", "float32", "float16" or "bfloat16", got "fp8"',
+        ),
+        (
+            "[attention]\ntensor_parallel = 4",
+            "[attention] tensor_parallel: this version has only 1, not 4; change or remove the key",
+        ),
+        (
+            '[comm]\ntransport = "nccl"',
+            '[comm] transport: this version has only "auto" or "shm", not "nccl"; '
+            "change or remove the key",
+        ),
+        ("[serve]\nport = 1", "[serve]: this version does not serve over HTTP; remove the section"),
+        ("[[nodes]]\n", "[nodes]: this version runs on one node; remove the section"),
+        (
+            "[schedule]\nttft_slo_s = 1",
+            "[schedule] ttft_slo_s: this version schedules without a time-to-first-token goal; "
+            "remove the key",
+        ),
+        (
+            "[schedule]\nmin_batch_tokens = 9999",
+            "[schedule] min_batch_tokens: 9999 is more than max_batch_tokens, 4096; "
+            "lower it, or raise max_batch_tokens",
+        ),
+    ],
+)
+def test_a_problem_names_file_key_and_remedy(in_folder: Path, text: str, problem: str) -> None:
+    assert problems(write(text)) == [f"mine.toml: {problem}"]
+
+
+def test_all_problems_come_at_once(in_folder: Path) -> None:
+    path = write("[attention]\ngrops = 1\ngroups = 0\n[schedule]\nlanes = 1.5\n[foo]\n")
+    assert [line.split(": ")[1] for line in problems(path, "experts.ranks=-1", "nothing=1")] == [
+        "name the section too, as in section.nothing=1",
+        "[attention] grops",
+        "[attention] groups",
+        "[schedule] lanes",
+        "[foo]",
+        'expected a whole number from 1 to 1000000000, or "auto", got -1',
+    ]
+
+
+def test_overrides_replace_values_and_are_named_in_problems(in_folder: Path) -> None:
+    path = write("[attention]\ngroups = 2\n")
+    topology = load_topology(
+        path,
+        ["attention.groups=3", "model.path = /a folder/b=c", 'model.dtype="float16"'],
+    )
+    assert topology.attention.groups == 3
+    assert topology.model.path == "/a folder/b=c"
+    assert topology.model.dtype == "float16"
+    assert topology.where("attention", "groups") == "--set attention.groups"
+    assert topology.where("experts", "ranks") == "mine.toml: [experts] ranks"
+    assert problems(path, "attention.groups=0")[0].startswith("--set attention.groups: expected")
+    assert problems(path, "attention.grops=1") == [
+        '--set attention.grops: unknown key; did you mean "groups"?'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("attention.groups", "expected section.key=value, as in attention.groups=2"),
+        ("threads=2", "name the section too, as in attention.threads=2 or experts.threads=2"),
+        ("atention.groups=2", 'unknown section "atention"; did you mean attention.groups?'),
+    ],
+)
+def test_a_malformed_override_is_explained(override: str, problem: str) -> None:
+    assert problems("cpu", override) == [f"--set {override}: {problem}"]
+
+
+def test_an_override_cannot_smuggle_in_other_keys() -> None:
+    value = "1\n[experts]\nranks = 5"
+    assert load_topology("cpu", [f"model.path={value}"]).model.path == value
+
+
+def test_a_file_that_cannot_be_read_is_explained(in_folder: Path) -> None:
+    assert problems("nowhere/cpux.toml") == [
+        'nowhere/cpux.toml: no such topology file; did you mean "cpu", which comes with asapctl?'
+    ]
+    assert problems("zzz") == [
+        f"zzz: no such topology file; these come with asapctl: {', '.join(packaged_topologies())}"
+    ]
+    assert problems(".")[0].startswith(".: is a folder; give a TOML file")
+    assert problems(write("[a]\nb = = 2")) == [
+        "mine.toml: not valid TOML: invalid value (at line 2, column 5)"
+    ]
+    Path("mine.toml").write_bytes(b"[a\xff]")
+    assert problems("mine.toml") == ["mine.toml: not UTF-8 text (byte 2); save it as UTF-8"]
+    assert problems("x" * 300)[0].startswith("xxx")
+
+
+def test_what_is_supported_is_part_of_the_schema() -> None:
+    for section, key in SUPPORTED:
+        assert key in field_types(section)
+    assert set(SECTIONS) <= set(Topology.__struct_fields__)
