@@ -1,0 +1,123 @@
+"""Attention and expert endpoints over real windows and real ipc sockets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import zmq
+from engine.comm.layout import WindowShape
+from engine.comm.primitives import Arrival, Peer, WorkItem
+from engine.comm.shm import ShmAttentionEndpoint, ShmExpertEndpoint
+from engine.comm.windows import create_windows
+from engine.topology.ranks import RankId
+
+WAIT_MS = 20_000  # a test that waits this long has failed
+
+
+class Pairs:
+    """Windows between `groups` attention ranks and `len(experts)` expert ranks.
+
+    experts: local experts of each expert rank. Endpoints made by `attention` and `expert` are
+    closed by `close`; make them in the process that uses them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        groups: int = 1,
+        experts: Sequence[int] = (2,),
+        dtype: torch.dtype = torch.float32,
+        rows: int = 8,
+        hidden: int = 4,
+        top_k: int = 2,
+        lanes: int = 2,
+        layers: int = 4,
+    ) -> None:
+        self.folder, self.dtype, self.layers = folder, dtype, layers
+        self.groups = range(groups)
+        self.shapes = [
+            WindowShape(rows, hidden, top_k, local, dtype.itemsize, lanes) for local in experts
+        ]
+        self.fds = {
+            (group, expert): create_windows(shape.total_bytes)
+            for group in self.groups
+            for expert, shape in enumerate(self.shapes)
+        }
+        self.endpoints: list[ShmAttentionEndpoint | ShmExpertEndpoint] = []
+
+    def address(self, me: RankId) -> str:
+        return f"ipc://{self.folder}/{me.role[0]}{me.rank}.{me.incarnation}"
+
+    def peer(self, who: RankId, group: int, expert: int) -> Peer:
+        return Peer(who, self.address(who), self.fds[group, expert], self.shapes[expert])
+
+    def attention(self, group: int = 0, incarnation: int = 0) -> ShmAttentionEndpoint:
+        me = RankId("attention", group, incarnation)
+        peers = [
+            self.peer(RankId("expert", expert), group, expert)
+            for expert in range(len(self.shapes))
+        ]
+        made = ShmAttentionEndpoint(me, self.address(me), peers, self.dtype, self.layers)
+        self.endpoints.append(made)
+        return made
+
+    def expert(self, expert: int = 0, incarnation: int = 0) -> ShmExpertEndpoint:
+        me = RankId("expert", expert, incarnation)
+        peers = [self.peer(RankId("attention", group), group, expert) for group in self.groups]
+        made = ShmExpertEndpoint(me, self.address(me), peers, self.dtype, self.layers)
+        self.endpoints.append(made)
+        return made
+
+    def new_window(self, group: int, expert: int) -> None:
+        os.close(self.fds[group, expert])
+        self.fds[group, expert] = create_windows(self.shapes[expert].total_bytes)
+
+    def close(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.close()
+        for fd in self.fds.values():
+            os.close(fd)
+
+
+def wait(socket: zmq.Socket[bytes]) -> None:
+    assert socket.poll(WAIT_MS), "nothing came"
+
+
+def items(expert: ShmExpertEndpoint, count: int = 1) -> list[WorkItem]:
+    """The next `count` work items."""
+    found = expert.dispatch_recv()
+    while len(found) < count:
+        wait(expert.socket)
+        found += expert.dispatch_recv()
+    assert len(found) == count
+    return found
+
+
+def arrivals(attention: ShmAttentionEndpoint, count: int = 1) -> list[Arrival]:
+    """The next `count` combines."""
+    found = attention.combine_recv()
+    while len(found) < count:
+        wait(attention.socket)
+        found += attention.combine_recv()
+    assert len(found) == count
+    return found
+
+
+def serve(expert: ShmExpertEndpoint, item: WorkItem, first: int = 0) -> None:
+    """Stands in for the experts: local expert e multiplies a row by first + e + 1."""
+    work = expert.open(item)
+    factors = torch.repeat_interleave(
+        torch.arange(first + 1, first + 1 + len(work.counts)), work.counts
+    )
+    scaled = work.hidden[work.row_index].float() * (factors * work.weights)[:, None]
+    total = torch.zeros(work.out.shape).index_add_(0, work.row_index, scaled)
+    work.out.copy_(total)
+    expert.combine_send(item)
+
+
+def served(source: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What all of `serve` together make of `source`."""
+    return source.float() * ((experts + 1) * weights).sum(1, keepdim=True)
