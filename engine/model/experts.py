@@ -1,0 +1,74 @@
+"""The expert half of the network: some of the routed experts, of every MoE layer."""
+
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model.architecture import ModelConfig
+
+Shape3: TypeAlias = tuple[int, int, int]
+
+
+def stacked_shapes(config: ModelConfig, count: int) -> tuple[Shape3, Shape3]:
+    """Gate-up and down projections of `count` experts: [count, 2 I, H] and [count, H, I]."""
+    hidden, intermediate = config.hidden_size, config.expert_intermediate
+    return (count, 2 * intermediate, hidden), (count, hidden, intermediate)
+
+
+class ExpertModel(nn.Module):
+    """The experts in `experts` (indices within a layer) of every MoE layer."""
+
+    def __init__(self, config: ModelConfig, experts: range):
+        super().__init__()
+        self.config = config
+        self.experts = experts
+        self.layers = nn.ModuleDict(
+            {str(layer): _Experts(config, len(experts)) for layer in config.moe_layers}
+        )
+        self.requires_grad_(False)
+
+    def serve(
+        self,
+        layer: int,
+        hidden: Tensor,
+        counts: Tensor,
+        row_index: Tensor,
+        weights: Tensor,
+        out: Tensor,
+    ) -> None:
+        """out[r] = sum over the experts e that row r goes to of weight * e(hidden[r]).
+
+        hidden [n, H]; counts [E_local] int32, tokens of each local expert; row_index [p] int32 and
+        weights [p] float32, sorted by expert: the first counts[0] belong to the first, and so on.
+        out [n, H] is overwritten; it may lie in shared memory. Sums are taken in float32 in expert
+        order, so a result does not depend on when anything arrived.
+        """
+        experts = self.layers[str(layer)]
+        total = out if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
+        total.zero_()
+        begin = 0
+        for local, count in enumerate(counts.tolist()):
+            if count == 0:
+                continue
+            rows = row_index[begin : begin + count]
+            result = experts(local, hidden.index_select(0, rows)).float()
+            total.index_add_(0, rows, result.mul_(weights[begin : begin + count, None]))
+            begin += count
+        if total is not out:
+            out.copy_(total)
+
+
+class _Experts(nn.Module):
+    """One layer's local experts, stacked; gate and up in one, so that one product does both."""
+
+    def __init__(self, config: ModelConfig, count: int):
+        super().__init__()
+        gate_up, down = stacked_shapes(config, count)
+        self.gate_up_proj = nn.Parameter(torch.empty(gate_up))
+        self.down_proj = nn.Parameter(torch.empty(down))
+
+    def forward(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_proj[expert])
