@@ -1,9 +1,10 @@
 """Window layout: nothing overlaps, everything is aligned and inside."""
 
 import pytest
-from engine.comm.layout import ALIGNMENT, WindowShape, tiles
 from hypothesis import given
 from hypothesis import strategies as st
+
+from engine.comm.layout import ALIGNMENT, WindowShape, tiles
 
 shapes = st.builds(
     WindowShape,
@@ -38,7 +39,7 @@ def test_arrays_are_aligned_in_order_and_disjoint(shape: WindowShape) -> None:
 
 @pytest.mark.parametrize("field", ["rows", "hidden", "top_k", "payload_bytes", "lanes"])
 def test_a_size_of_zero_is_refused(field: str) -> None:
-    sizes = dict(rows=1, hidden=1, top_k=1, local_experts=0, payload_bytes=4, lanes=1)
+    sizes = {"rows": 1, "hidden": 1, "top_k": 1, "local_experts": 0, "payload_bytes": 4, "lanes": 1}
     WindowShape(**sizes)
     with pytest.raises(ValueError, match=field):
         WindowShape(**sizes | {field: 0})

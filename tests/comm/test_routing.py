@@ -1,11 +1,14 @@
 """plan_dispatch against a loop over tokens."""
 
+import itertools
+
 import pytest
 import torch
-from engine.comm.routing import plan_dispatch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from engine.comm.routing import plan_dispatch
 
 
 def naive(experts: Tensor, weights: Tensor, span: range) -> tuple[list[int], ...]:
@@ -29,7 +32,7 @@ def routings(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[range]]:
     total = draw(st.integers(1, 12))
     cuts = sorted(draw(st.lists(st.integers(0, total), max_size=4)))
     edges = [0, *cuts, total]
-    bounds = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    bounds = [range(a, b) for a, b in itertools.pairwise(edges)]
     tokens, k = draw(st.integers(0, 20)), draw(st.integers(1, total))
     seeded = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     experts = torch.rand(tokens, total, generator=seeded).topk(k).indices

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import zmq
+
 from engine.comm.layout import WindowShape
 from engine.comm.primitives import Arrival, Peer, WorkItem
 from engine.comm.shm import ShmAttentionEndpoint, ShmExpertEndpoint
@@ -57,8 +58,7 @@ class Pairs:
     def attention(self, group: int = 0, incarnation: int = 0) -> ShmAttentionEndpoint:
         me = RankId("attention", group, incarnation)
         peers = [
-            self.peer(RankId("expert", expert), group, expert)
-            for expert in range(len(self.shapes))
+            self.peer(RankId("expert", expert), group, expert) for expert in range(len(self.shapes))
         ]
         made = ShmAttentionEndpoint(me, self.address(me), peers, self.dtype, self.layers)
         self.endpoints.append(made)
