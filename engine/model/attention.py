@@ -47,6 +47,11 @@ class AttentionModel(nn.Module):
         )
         self.requires_grad_(False)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What hidden states are computed in."""
+        return self.model.norm.weight.dtype
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] int64 -> [N, H]."""
         hidden: Tensor = self.model.embed_tokens(token_ids)
@@ -54,7 +59,7 @@ class AttentionModel(nn.Module):
 
     def rope(self, positions: Tensor) -> Rotation:
         """Positions [N] int64 of the batch's tokens; computed once and passed to every `attend`."""
-        return rotation(self.config.rope, positions, self.model.norm.weight.dtype)
+        return rotation(self.config.rope, positions, self.dtype)
 
     def attend(
         self,
