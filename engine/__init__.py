@@ -3,3 +3,5 @@
 Nothing here knows the command line. Imports go down only:
 launch, offline -> control, kv -> worker -> comm, model, schedule -> device, topology.
 """
+
+__version__ = "0.1.0"

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from engine import __version__
 from engine.comm.windows import create_windows
 from engine.control.client import Client
 from engine.control.controller import ControllerSpec
@@ -84,8 +85,6 @@ def _bell_address(folder: Path, rank: RankId) -> str:
 
 
 def _agreement(plan: Plan) -> Agreement:
-    from asapctl import __version__
-
     return Agreement(
         version=__version__,
         model=str(plan.model_dir),

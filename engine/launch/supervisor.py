@@ -51,6 +51,7 @@ class Supervisor:
                     [sys.executable, "-m", "engine.launch.zygote", str(theirs.fileno()), self.name],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
+                    cwd="/",  # nothing in the user's folder may shadow a module
                     env=_environment(),
                     start_new_session=True,  # the terminal's Ctrl-C is the supervisor's alone
                 )
@@ -162,7 +163,13 @@ class Supervisor:
 def _environment() -> dict[str, str]:
     """One thread a process, and no accelerator plug-in imported before its rank asks for it."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return {**os.environ, **threads, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return {
+        **os.environ,
+        **threads,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _ending(code: int) -> str:

@@ -90,7 +90,8 @@ def receive_event(link: socket.socket) -> Event | None:
     try:
         data = link.recv(_MAX_PACKET)
     except ConnectionError:
-        return None
+        # The zygote ended with requests unread. That is reported before what it had sent.
+        data = link.recv(_MAX_PACKET)
     return _decode_event(data) if data else None
 
 
