@@ -113,7 +113,9 @@ SECTIONS: dict[str, type[Section]] = {
 SUPPORTED: dict[tuple[str, str], tuple[object, ...]] = {
     ("attention", "tensor_parallel"): (1,),
     ("attention", "device"): ("cpu",),
+    ("attention", "threads"): ("auto", 1),
     ("experts", "device"): ("cpu",),
+    ("experts", "threads"): ("auto", 1),
     ("experts", "shared_experts"): ("attention",),
     ("experts", "order"): ("round-robin",),
     ("experts", "replicas"): ({},),

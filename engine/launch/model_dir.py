@@ -1,0 +1,65 @@
+"""Which checkpoint a run uses, and the small one that is there to try things with."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from engine import __version__
+from engine.errors import UsageError
+from engine.topology.schema import Topology
+
+DEMO = "demo"
+
+
+def find_model_dir(
+    topology: Topology,
+    model: str | Path | None = None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Path:
+    """The folder of the checkpoint: `model` (counted from the working folder), or the topology's
+    `model.path`. "demo" is made in the user's cache folder at its first use, and `on_note` told.
+
+    Raises UsageError when the demo cannot be made. Whether a folder holds a model is for
+    `engine.launch.plan` to say.
+    """
+    path = str(model) if model is not None else topology.model.path
+    if path == DEMO:
+        return _demo_dir(on_note)
+    expanded = Path(path).expanduser()
+    in_file = model is None and "model.path" not in topology.overridden
+    if in_file and topology.folder is not None:
+        expanded = topology.folder / expanded
+    return expanded.absolute()
+
+
+def _demo_dir(on_note: Callable[[str], None]) -> Path:
+    target = _cache_folder() / f"demo-{__version__}"
+    if (target / "config.json").is_file():
+        on_note(f"no model given: using the demo checkpoint in {target}")
+        return target
+    from engine.model.demo import make_demo_checkpoint
+
+    on_note(f"no model given: making a small demo checkpoint in {target}, once")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        make_demo_checkpoint(target)
+    except OSError as error:
+        raise UsageError(
+            f"{target}: the demo checkpoint cannot be written: {error.strerror}; give a model "
+            "with --model, or another cache folder with XDG_CACHE_HOME"
+        ) from None
+    return target
+
+
+def _cache_folder() -> Path:
+    """The user's cache folder (XDG Base Directory Specification): relative paths do not count."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():
+        return given / "asapctl"
+    try:
+        return Path.home() / ".cache" / "asapctl"
+    except RuntimeError:
+        raise UsageError(
+            "there is no home folder for the demo checkpoint; give a model with --model, or a "
+            "cache folder with XDG_CACHE_HOME"
+        ) from None
