@@ -1,5 +1,6 @@
 """A client of the controller: submits prompts, receives results, asks how things stand."""
 
+import math
 import os
 import time
 from typing import Protocol
@@ -90,7 +91,7 @@ class Client:
         self._socket.send(encode(message))
 
     def _wait(self, timeout_s: float) -> None:
-        ready = dict(self._poller.poll(timeout_s * 1000))
+        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
         while self._socket.poll(0):
             self._take(decode(self._socket.recv()))
         if self._guard.fileno() in ready:

@@ -6,6 +6,7 @@ accounts and the connections.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -54,6 +55,9 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     max_wait_s: float
 
 
+_NO_PROGRESS = Progress(busy_seconds=0.0, tokens=0, work_items=0)
+
+
 @dataclass(slots=True)
 class _Rank:
     id: RankId
@@ -61,7 +65,7 @@ class _Rank:
     pid: int = 0
     ready: bool = False
     load_seconds: float = 0.0
-    progress: Progress = Progress(busy_seconds=0.0, tokens=0, work_items=0)
+    progress: Progress = _NO_PROGRESS
 
 
 @dataclass(slots=True)
@@ -248,11 +252,15 @@ def main(payload: bytes, _fds: list[int]) -> None:
         _serve(controller, socket)
 
 
+def _milliseconds_until(deadline: float) -> int:
+    """Rounded up: waking before the deadline would mean asking in vain."""
+    return math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
+
+
 def _serve(controller: Controller, socket: zmq.Socket[bytes]) -> None:
     wake_at: float | None = None
     while True:
-        timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic()) * 1000
-        socket.poll(timeout)
+        socket.poll(None if wake_at is None else _milliseconds_until(wake_at))
         while socket.poll(0):
             peer, data = socket.recv_multipart()
             try:

@@ -7,6 +7,7 @@ with the experts' output added in between, then logits. Parameters are named as 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

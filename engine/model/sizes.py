@@ -1,7 +1,6 @@
 """How much memory a role needs: weights exactly, activations as an upper estimate."""
 
 from math import prod
-from typing import Literal
 
 from engine.model.architecture import GroupedQuery, ModelConfig
 from engine.model.experts import stacked_shapes
@@ -14,7 +13,7 @@ _LOGITS_ROWS = 256
 
 def weight_bytes(
     config: ModelConfig,
-    role: Literal["attention", "expert"],
+    role: str,
     local_experts: int,
     dtype_bytes: int,
 ) -> int:
@@ -35,7 +34,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
 
 def working_set_bytes(
     config: ModelConfig,
-    role: Literal["attention", "expert"],
+    role: str,
     tokens: int,
     dtype_bytes: int,
 ) -> int:

@@ -73,19 +73,19 @@ class Exchange:
 
     def send(self) -> None:
         """Dispatches the next tile of every expert rank whose region is free."""
-        for rank, tiles in self._unsent.items():
-            if tiles and self._endpoint.is_free(rank, self._lane):
-                tile = self._tiles[tiles[0]]
+        for rank, unsent in self._unsent.items():
+            if unsent and self._endpoint.is_free(rank, self._lane):
+                tile = self._tiles[unsent[0]]
                 if self._endpoint.dispatch_send(
                     rank,
                     self._lane,
                     self._batch,
                     self._layer,
-                    tiles[0],
+                    unsent[0],
                     self._x[tile.span],
                     tile.parts[rank],
                 ):
-                    tiles.popleft()
+                    unsent.popleft()
 
     def take(self, arrival: Arrival, into: Tensor) -> None:
         """Adds the segment, and those that waited for it, into `into` [N, H]; sends what follows.

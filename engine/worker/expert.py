@@ -13,8 +13,8 @@ import zmq
 
 from engine.comm.primitives import ExpertEndpoint, WorkItem
 from engine.comm.shm import ShmExpertEndpoint
-from engine.model.experts import ExpertModel
 from engine.model.config import load_config
+from engine.model.experts import ExpertModel
 from engine.model.loading import load_experts
 from engine.schedule.order import RoundRobin
 from engine.worker.rank import ControlLink, Meter, peers_of, run_rank, wants_to_stop
@@ -35,8 +35,8 @@ class ExpertLoop:
     def run(self) -> None:
         """Until the controller says stop."""
         while not wants_to_stop(self._link.receive()):
-            for item in self._endpoint.dispatch_recv():
-                self._order.push(item.group, item)
+            for ready in self._endpoint.dispatch_recv():
+                self._order.push(ready.group, ready)
             item = self._order.pop()
             if item is None:
                 self._link.wait(self._meter)

@@ -7,12 +7,14 @@ attention rank has several lanes and advances whichever is ready.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.comm.primitives import Arrival, AttentionEndpoint
 from engine.control.messages import PrefillRequest, PrefillResult, TokenLogprob
+from engine.errors import RunError
 from engine.kv.export import write_kv
 from engine.model.attention import AttentionModel, Span
 from engine.model.kv import PromptKV
@@ -143,10 +145,14 @@ class Lane:
         file = None
         if request.kv_path is not None:
             try:
-                file = write_kv(request.kv_path, kv.tensors(), request.token_ids)
-            except OSError as error:
-                reason = f"cannot write the KV cache {request.kv_path}: {error.strerror}"
-                return PrefillResult(request.key, error=reason)
+                file = write_kv(
+                    Path(request.kv_path),
+                    kv.tensors(),
+                    request.token_ids,
+                    {"architecture": self._model.config.architecture},
+                )
+            except RunError as error:  # the disk's trouble, and this prompt's alone
+                return PrefillResult(request.key, error=str(error))
         return PrefillResult(request.key, token, top, prompt_logprobs, file)
 
     def _prompt_logprobs(

@@ -1,6 +1,7 @@
 """What every rank does alike: threads, log, the link to the controller, counters of work."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -77,7 +78,7 @@ class ControlLink:
 
     def receive(self) -> list[Message]:
         """What the controller sent. Raises RunError when it refused this rank."""
-        messages = []
+        messages: list[Message] = []
         while self._socket.poll(0):
             message = decode(self._socket.recv())
             if isinstance(message, Refused):
@@ -89,7 +90,7 @@ class ControlLink:
         """Blocks until something comes; before that, lets the controller know of new work."""
         timeout = None
         if meter.work_items != self._reported:
-            timeout = max(0.0, self._report_at - time.monotonic()) * 1000
+            timeout = math.ceil(max(0.0, self._report_at - time.monotonic()) * 1000)
         if not self._poller.poll(timeout):
             self.report(meter)
             self._poller.poll()
