@@ -1,0 +1,121 @@
+"""Chat templates: messages -> the text that the model was trained on.
+
+Templates come with checkpoints and are untrusted code, so they run in jinja2's immutable
+sandbox, with the globals and whitespace rules that Hugging Face templates are written for.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.offline.types import LineError
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens that it may mention."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """Raises jinja2.TemplateSyntaxError."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        """The text of the conversation. Raises LineError when the template refuses it."""
+        names = {**self._special_tokens, **(options or {})}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(names)
+        except Exception as error:  # the template is foreign code; any failure is this line's
+            raise LineError(
+                f"the chat template refused the messages: {error}",
+                param="messages",
+                code="chat_template",
+            ) from None
+
+
+def load_chat_template(model_dir: Path, config: dict[str, Any]) -> ChatTemplate | str:
+    """The checkpoint's template, or the reason why there is none to use.
+
+    config: what tokenizer_config.json holds. A chat_template.jinja file goes first; of several
+    named templates the one called `default` is used.
+    """
+    file = model_dir / "chat_template.jinja"
+    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
+    if source is None:
+        source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return (
+            "this checkpoint has no chat template (neither chat_template.jinja nor chat_template "
+            "in tokenizer_config.json); use prompt or prompt_token_ids"
+        )
+    try:
+        return ChatTemplate(source, special_tokens(config))
+    except jinja2.TemplateError as error:
+        return f"the checkpoint's chat template cannot be read: {error}"
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and so on, in their old (text) or new (object) shape."""
+    tokens = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,250 @@
+"""The loop: lines in, requests to the engine within a window, records out as results come.
+
+What is in flight is bounded in tokens and in prompts, so memory does not grow with the file; for
+each line only the hash of its id is kept, to notice a second one.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from engine.control.messages import PrefillRequest, PrefillResult, RankStatus, Snapshot
+from engine.errors import RunError
+from engine.kv.manifest import Manifest
+from engine.kv.naming import kv_file_name
+from engine.offline.forms import read_line
+from engine.offline.ids import id_hash
+from engine.offline.lines import Line, LineReader
+from engine.offline.output import Output
+from engine.offline.parse import Parser
+from engine.offline.records import RecordWriter
+from engine.offline.resume import Done, changed_line
+from engine.offline.stats import Tally
+from engine.offline.types import LineError, Origin, Prompt
+
+_POLL_S = 0.1
+_SNAPSHOT_S = 0.5
+# One turn reads no more than this before results are looked at again.
+_TURN_LINES = 64
+_TURN_TOKENS = 16384
+
+
+class Engine(Protocol):
+    """A running instance. Every method raises RunError when it has failed."""
+
+    def submit(self, requests: list[PrefillRequest]) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def receive(self, timeout_s: float) -> list[PrefillResult]: ...
+
+    def request_snapshot(self) -> None: ...
+
+    def snapshot(self) -> Snapshot | None: ...
+
+    def fresh_snapshot(self, timeout_s: float) -> Snapshot | None: ...
+
+
+class Window(msgspec.Struct, frozen=True):
+    """How much may be in flight: `tokens`, but two prompts always, and `prompts` at most."""
+
+    tokens: int
+    prompts: int = 1024
+
+    def admits(self, count: int, tokens: int, more: int) -> bool:
+        return count < 2 or (count < self.prompts and tokens + more <= self.tokens)
+
+
+class KvOutput(msgspec.Struct, frozen=True):
+    folder: Path
+    manifest: Manifest
+
+
+Watch = Callable[[Tally, LineReader, "Snapshot | None"], None]
+
+
+class Runner:
+    """One run over the lines of `reader`."""
+
+    def __init__(
+        self,
+        reader: LineReader,
+        parser: Parser,
+        writer: RecordWriter,
+        output: Output,
+        start_engine: Callable[[], AbstractContextManager[Engine]],
+        window: Window,
+        *,
+        done: Done | None = None,
+        kv: KvOutput | None = None,
+        watch: Watch = lambda tally, reader, snapshot: None,
+    ) -> None:
+        """start_engine is called when the first prompt is ready, so never for nothing."""
+        self._reader = reader
+        self._parser = parser
+        self._writer = writer
+        self._output = output
+        self._start_engine = start_engine
+        self._window = window
+        self._done = done or Done()
+        self._kv = kv
+        self._watch = watch
+        self._seen: set[bytes] = set()
+        self._engine: Engine | None = None
+        self._in_flight: dict[int, tuple[Prompt, float]] = {}
+        self._tokens_in_flight = 0
+        self._held: Prompt | None = None  # ready, but the window is full
+        self._next_key = 0
+        self._drained = False
+        self._can_read = True
+        self._next_snapshot = 0.0
+        self.tally = Tally()
+
+    def run(self) -> list[RankStatus]:
+        """Do every line; the ranks' closing figures. Raises RunError, or UsageError when a done
+        line has changed.
+        """
+        with ExitStack() as stack:
+            while not (self._reader.ended and self._held is None and not self._in_flight):
+                ready = self._admit()
+                if ready:
+                    self._submit(ready, stack)
+                self._collect()
+                self._report()
+            if self._engine is None:
+                return []
+            snapshot = self._engine.fresh_snapshot(2.0)
+            return snapshot.ranks if snapshot is not None else []
+
+    def _admit(self) -> list[Prompt]:
+        """Read until a turn is over (`_can_read`), the window is full or nothing is there."""
+        ready: list[Prompt] = []
+        count, tokens, new = len(self._in_flight), self._tokens_in_flight, 0
+        self._can_read = True
+        for _ in range(_TURN_LINES):
+            if self._held is None:
+                line = self._reader.take()
+                if line is None:
+                    self._can_read = False
+                    break
+                self._held = self._prepare(line)
+                if self._held is None:
+                    continue
+            more = len(self._held.token_ids)
+            if not self._window.admits(count, tokens, more):
+                self._can_read = False
+                break
+            ready.append(self._held)
+            self._held = None
+            count, tokens, new = count + 1, tokens + more, new + more
+            if new >= _TURN_TOKENS:
+                break
+        return ready
+
+    def _prepare(self, line: Line) -> Prompt | None:
+        """The line's prompt; None when it is done already or has failed, which is recorded."""
+        self.tally.prompts += 1
+        origin, document = read_line(line)
+        try:
+            self._check_new(origin)
+            if self._is_done(origin):
+                self.tally.skipped += 1
+                return None
+            if isinstance(document, LineError):
+                raise document
+            return self._parser.parse(origin, document)
+        except LineError as failure:
+            self._output.append(self._writer.failure(origin, failure))
+            self.tally.failed += 1
+            return None
+
+    def _check_new(self, origin: Origin) -> None:
+        key = id_hash(origin.custom_id)
+        if key in self._seen:
+            raise LineError(
+                f"the id {origin.custom_id!r} was used by an earlier line",
+                param="custom_id",
+                code="duplicate_id",
+            )
+        self._seen.add(key)
+
+    def _is_done(self, origin: Origin) -> bool:
+        state = self._done.holds(origin.custom_id, origin.record)
+        if state is False:
+            raise changed_line(origin, self._output.name)
+        return state is True
+
+    def _submit(self, prompts: list[Prompt], stack: ExitStack) -> None:
+        if self._engine is None:
+            started = time.monotonic()
+            self._engine = stack.enter_context(self._start_engine())
+            self.tally.load_seconds = time.monotonic() - started
+        now = time.monotonic()
+        if self.tally.first_admission is None:
+            self.tally.first_admission = now
+        requests = []
+        for prompt in prompts:
+            requests.append(self._request(prompt))
+            self._in_flight[self._next_key] = prompt, now
+            self._tokens_in_flight += len(prompt.token_ids)
+            self._next_key += 1
+        self._engine.submit(requests)
+
+    def _request(self, prompt: Prompt) -> PrefillRequest:
+        kv_path = None
+        if self._kv is not None:
+            name = kv_file_name(prompt.origin.custom_id, prompt.origin.record)
+            kv_path = str(self._kv.folder / name)
+        return PrefillRequest(
+            key=self._next_key,
+            token_ids=prompt.token_ids,
+            sampling=prompt.sampling,
+            logprobs=prompt.logprobs if prompt.max_tokens else None,
+            prompt_logprobs=prompt.prompt_logprobs,
+            kv_path=kv_path,
+        )
+
+    def _collect(self) -> None:
+        """Take results; wait for some only when there is nothing to read."""
+        if self._engine is None or not self._in_flight:
+            if not self._can_read:
+                self._reader.wait(_POLL_S)
+            return
+        if self._reader.ended and self._held is None and not self._drained:
+            self._engine.drain()
+            self._drained = True
+        for result in self._engine.receive(0.0 if self._can_read else _POLL_S):
+            self._finish(result)
+
+    def _finish(self, result: PrefillResult) -> None:
+        entry = self._in_flight.pop(result.key, None)
+        if entry is None:
+            raise RunError(f"the engine returned a result for an unknown prompt ({result.key})")
+        prompt, submitted = entry
+        self._tokens_in_flight -= len(prompt.token_ids)
+        if result.kv is not None and self._kv is not None:
+            self._kv.manifest.add(prompt.origin.custom_id, result.kv)
+        self._output.append(self._writer.result(prompt, result))
+        now = time.monotonic()
+        self.tally.last_result = now
+        if result.error is not None:
+            self.tally.failed += 1
+            return
+        self.tally.ok += 1
+        self.tally.prompt_tokens += len(prompt.token_ids)
+        self.tally.waits.add(now - submitted)
+        self.tally.computes.add(result.compute_s)
+
+    def _report(self) -> None:
+        snapshot = None
+        if self._engine is not None:
+            now = time.monotonic()
+            if now >= self._next_snapshot:
+                self._next_snapshot = now + _SNAPSHOT_S
+                self._engine.request_snapshot()
+            snapshot = self._engine.snapshot()
+        self._watch(self.tally, self._reader, snapshot)
