@@ -80,7 +80,6 @@ class Endpoint(Generic[Use]):
         window = Window(peer.fd, peer.shape, self._dtype)
         if old is not None:
             old.close()
-            self._windows[rank].close()
             self._kept = [bell for bell in self._kept if bell.sender.rank != rank]
         self._windows[rank] = window
         self._ringers[rank] = BellRinger(self._context, peer.id, peer.bell)

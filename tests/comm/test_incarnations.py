@@ -1,6 +1,7 @@
 """Bells of lives that are over, bells that make no sense, and switching to a new life."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from engine.comm.shm import ShmAttentionEndpoint, ShmExpertEndpoint
 from engine.comm.windows import Window
 from engine.errors import RunError
 from engine.topology.ranks import RankId
-from helpers.pairs import Pairs, arrivals, items, serve, wait
+from helpers.pairs import WAIT_MS, Pairs, arrivals, items, serve, wait
 
 MakePairs = Callable[..., Pairs]
 
@@ -194,6 +195,34 @@ def test_another_life_of_an_attention_rank(make_pairs: MakePairs) -> None:
     assert expert.is_current(item)
     serve(expert, item)
     arrivals(new)
+
+
+def test_a_dispatch_heard_during_warm_up_is_void_after_a_new_life(make_pairs: MakePairs) -> None:
+    pairs = make_pairs(groups=2)
+    old, expert = pairs.attention(0), pairs.expert()
+    old.dispatch_send(0, 0, 5, 0, 0, SOURCE, PART)
+    with pytest.raises(RunError, match="attention 1"):
+        expert.warm_up(0.2)
+    pairs.new_window(0, 0)
+    expert.reconnect(pairs.peer(RankId("attention", 0, 1), 0, 0))
+    assert expert.dispatch_recv() == []
+    assert expert.dropped == 0  # it was heard, and by an expert that knew its sender
+
+
+def test_a_new_life_rings_until_it_is_known(make_pairs: MakePairs) -> None:
+    pairs = make_pairs()
+    expert = pairs.expert()
+    pairs.new_window(0, 0)
+    new = pairs.attention(incarnation=1)
+    with ThreadPoolExecutor(1) as side:
+        warm = side.submit(new.warm_up, WAIT_MS / 1000)
+        while not expert.dropped:
+            wait(expert.socket)
+            expert.dispatch_recv()
+        expert.reconnect(pairs.peer(new.me, 0, 0))
+        wait(expert.socket)
+        expert.dispatch_recv()
+        warm.result()
 
 
 @pytest.mark.parametrize("kind", [ShmAttentionEndpoint, ShmExpertEndpoint])
