@@ -45,10 +45,14 @@ class Planner:
             return None
         layout = self._layout(groups, ranks)
         asked = groups, ranks
+        may_shrink = (
+            self.topology.attention.groups == "auto",
+            self.topology.experts.ranks == "auto",
+        )
         while layout.total(self._shortest_limit) > self.machine.memory_bytes:
-            if self.topology.attention.groups == "auto" and groups > 1:
+            if may_shrink[0] and groups > 1 and (groups >= ranks or not may_shrink[1]):
                 groups -= 1
-            elif self.topology.experts.ranks == "auto" and ranks > 1:
+            elif may_shrink[1] and ranks > 1:
                 ranks -= 1
             else:
                 break
@@ -187,10 +191,14 @@ class Planner:
 
     def _too_little_memory(self, layout: Layout, longest: int) -> str:
         ranks = layout.ranks(longest)
+        working_set = {"attention": 0, "expert": 0}
+        for rank in ranks:
+            working_set[rank.id.role] += rank.working_set_bytes
         parts = {
             "weights": sum(rank.weights_bytes for rank in ranks),
             "windows": sum(rank.windows_bytes for rank in ranks),
-            "working sets": sum(rank.working_set_bytes for rank in ranks),
+            "attention's working sets": working_set["attention"],
+            "experts' working sets": working_set["expert"],
             "KV caches": sum(rank.kv_bytes for rank in ranks),
             "processes": BASE_BYTES + sum(rank.process_bytes for rank in ranks),
         }
@@ -199,7 +207,8 @@ class Planner:
             + (", dtype bfloat16" if self.dtype == "float32" else "")
             + (" or fewer attention groups" if layout.groups > 1 else ""),
             "windows": "lower [comm] window_tokens or [schedule] lanes",
-            "working sets": "lower [schedule] max_batch_tokens or lanes",
+            "attention's working sets": "lower [schedule] max_batch_tokens or lanes",
+            "experts' working sets": "lower [comm] window_tokens",
             "KV caches": "lower [schedule] max_batch_tokens or lanes, or do not export the caches",
             "processes": "lower [attention] groups or [experts] ranks, or free some memory",
         }

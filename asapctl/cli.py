@@ -1,0 +1,88 @@
+"""The program `asapctl`: its commands, and how each of its errors ends it.
+
+Exit codes: 0 all done, 1 the run failed, 2 usage, 3 some prompts failed, 130 interrupted, 143
+terminated.
+"""
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from asapctl.check import check
+from asapctl.prefill import prefill
+from engine import __version__
+from engine.errors import AsapError
+
+app = typer.Typer(
+    name="asapctl",
+    help="""Asynchronous, disaggregated prefill for Mixture-of-Experts language models.
+
+    Example: asapctl prefill prompts.jsonl -o results.jsonl""",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"asapctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns what a user can act on into one line an error, and everything into an exit code."""
+
+    @functools.wraps(command)
+    def reported(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except AsapError as error:
+            for line in str(error).splitlines():
+                typer.echo(f"error: {line}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(128 + signal.SIGINT) from None
+
+    return reported
+
+
+app.command("prefill")(_reported(prefill))
+app.command("check")(_reported(check))
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)  # unwinds, so that everything started is ended
+
+
+def main() -> None:
+    # Accelerator plug-ins of torch load with their rank alone: a broken one does no harm here.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
