@@ -40,15 +40,32 @@ def check(
 
     Example: asapctl check cpu-2a2e --model ~/models/Mixtral-8x7B --set schedule.lanes=3
     """
+    from engine.errors import UsageError
     from engine.launch.model_dir import find_model_dir
     from engine.topology.load import load_topology
 
-    loaded = load_topology(topology, overrides or [])
+    try:
+        loaded = load_topology(topology, overrides or [])
+    except UsageError as error:
+        raise UsageError("\n".join([str(error), *_model_problems(model)])) from None
     model_dir = find_model_dir(loaded, model, lambda note: typer.echo(note, err=True))
 
     from engine.launch.plan import make_plan  # after the topology's errors: it imports torch
 
     _print(make_plan(loaded, model_dir, keep_kv))
+
+
+def _model_problems(model: Path | None) -> list[str]:
+    """What is wrong with a model that can be told without a topology."""
+    from engine.errors import UsageError
+    from engine.model.config import load_config
+
+    try:
+        if model is not None and str(model) != "demo":
+            load_config(model.expanduser())
+    except UsageError as error:
+        return [str(error)]
+    return []
 
 
 def _print(plan: Plan) -> None:
@@ -66,7 +83,7 @@ def _print(plan: Plan) -> None:
     say(
         "",
         f"{config.architecture}: {config.layers} layers, {config.experts} experts, "
-        f"top {config.top_k}, {plan.dtype}",
+        f"top {config.top_k}, computed in {plan.dtype}",
     )
     say(
         "batches",
@@ -77,7 +94,7 @@ def _print(plan: Plan) -> None:
     console.print(_table(plan))
     say(
         "memory",
-        f"{show_bytes(plan.memory_needed)} with the processes that start the ranks; "
+        f"{show_bytes(plan.memory_needed)} with controller and zygote; "
         f"{plan.machine.memory_limit} has {show_bytes(plan.memory_available)} free",
     )
     for note in plan.notes:
@@ -93,7 +110,7 @@ def _table(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("rank", no_wrap=True)
     table.add_column("on")
-    table.add_column("experts of each layer")
+    table.add_column("experts")
     columns = ["weights", "windows", "working set", "KV", "process", "total"]
     if not any(rank.kv_bytes for rank in plan.ranks):
         columns.remove("KV")

@@ -1,0 +1,130 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from asapctl.cli import _reported, app
+from engine import __version__
+from engine.errors import RunError, UsageError
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Runs a command; the demo checkpoint is made once for all tests here."""
+    cache = tmp_path_factory.getbasetemp() / "cli-cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda *arguments: CliRunner().invoke(app, [str(word) for word in arguments])
+
+
+def test_version(invoke: Invoke) -> None:
+    assert invoke("--version").stdout == f"asapctl {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["prefill"], ["check"]])
+def test_every_help_fits_a_screen_and_has_an_example(invoke: Invoke, command: list[str]) -> None:
+    for flag in ("--help", "-h"):
+        result = invoke(*command, flag)
+        assert result.exit_code == 0
+        assert "Example" in result.stdout
+        assert "asapctl" in result.stdout
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        assert "\x1b" not in result.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "sys.argv = ['asapctl', '--help']\n"
+        "from asapctl.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert end.code in (0, None), end.code\n"
+        "heavy = {'torch', 'numpy', 'zmq', 'tokenizers', 'transformers', 'rich'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "prefill" in done.stdout
+
+
+def test_check_prints_ranks_experts_and_memory_in_80_columns(invoke: Invoke) -> None:
+    result = invoke("check", "cpu-3a2e", "--keep-kv", "--set", "experts.ranks=3")
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("model"))
+    table = {tuple(line.split()[:2]): line for line in lines}
+    for rank in range(3):
+        assert "cpu" in table["attention", str(rank)]
+        assert "MiB" in table["expert", str(rank)]
+    assert "0-1 (2)" in table["expert", "0"]
+    assert "5-7 (3)" in table["expert", "2"]
+    for word in ("weights", "windows", "working", "KV", "total", "32768 tokens", "free"):
+        assert word in result.stdout
+
+
+def test_check_reports_all_problems_and_exits_2(invoke: Invoke, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[attention]\ngrops = 2\n[schedule]\nlanes = 0\n", encoding="utf-8")
+    result = invoke("check", mine, "--model", tmp_path / "nothing")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[0] == f'error: {mine}: [attention] grops: unknown key; did you mean "groups"?'
+    assert lines[1].startswith(f"error: {mine}: [schedule] lanes: expected a whole number")
+    assert lines[2] == f"error: model directory {tmp_path / 'nothing'} does not exist"
+    assert len(lines) == 3
+
+    result = invoke("check", "--set", "experts.ranks=9", "--set", "model.max_model_len=99999")
+    assert result.exit_code == 2
+    assert [line.split(":")[0] for line in result.stderr.splitlines()[-2:]] == ["error"] * 2
+
+
+def test_check_names_an_unknown_architecture_and_the_known_ones(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}), encoding="utf-8")
+    result = invoke("check", "--model", tmp_path)
+    assert result.exit_code == 2
+    for name in ("gpt2", "qwen3_moe", "mixtral", "deepseek_v3"):
+        assert name in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "shown"),
+    [
+        (UsageError("a\nb"), 2, "error: a\nerror: b\n"),
+        (RunError("expert 1 was killed"), 1, "error: expert 1 was killed\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(143), 143, ""),
+    ],
+)
+def test_errors_end_a_command_with_their_code(raised: BaseException, code: int, shown: str) -> None:
+    small = typer.Typer()
+
+    @small.command()
+    @_reported
+    def fails() -> None:
+        raise raised
+
+    result = CliRunner().invoke(small, [])
+    assert (result.exit_code, result.stderr) == (code, shown)
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    small = typer.Typer(pretty_exceptions_enable=False)
+    small.command()(_reported(lambda: 1 // 0))
+    assert isinstance(CliRunner().invoke(small, []).exception, ZeroDivisionError)
+
+
+def test_a_misspelt_command_is_a_usage_error(invoke: Invoke) -> None:
+    result = invoke("chekc")
+    assert result.exit_code == 2
+    assert "check" in result.stderr
