@@ -1,5 +1,6 @@
 """Both halves of a model in one process, joined by the plainest possible exchange."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Network:
         bounds = [self.config.experts * i // ranks for i in range(ranks + 1)]
         self.experts = [
             load_experts(model_dir, self.config, dtype, range(*pair))
-            for pair in zip(bounds, bounds[1:], strict=False)
+            for pair in itertools.pairwise(bounds)
         ]
 
     def logits(self, token_ids: list[int]) -> Tensor:
