@@ -112,7 +112,7 @@ class _Decoder(nn.Module):
         super().__init__()
         # Given a weight, it does not draw one: on the meta device that alone would import for 1.5 s.
         table = torch.empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding(*table.shape, _weight=table)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(_Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 

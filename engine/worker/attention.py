@@ -89,8 +89,13 @@ def main(payload: bytes, fds: list[int]) -> None:
                 log.info("ready, weights loaded in %.2f s", loaded)
                 link.ready(loaded)
                 bounds = [range(first, stop) for first, stop in spec.experts]
+                made_by = {
+                    "architecture": config.architecture,
+                    "model": agreement.model,
+                    "model_hash": agreement.model_hash,
+                }
                 lanes = [
-                    Lane(index, model, endpoint, bounds, agreement.window_tokens)
+                    Lane(index, model, endpoint, bounds, agreement.window_tokens, made_by)
                     for index in range(agreement.lanes)
                 ]
                 AttentionLoop(lanes, endpoint, link).run()

@@ -6,7 +6,7 @@
 attention rank has several lanes and advances whichever is ready.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ class Lane:
         endpoint: AttentionEndpoint,
         bounds: Sequence[range],
         window_tokens: int,
+        kv_metadata: Mapping[str, str],
     ) -> None:
         self.index = index
         self.batch: Batch | None = None
@@ -43,6 +44,7 @@ class Lane:
         self._endpoint = endpoint
         self._bounds = bounds
         self._window_tokens = window_tokens
+        self._kv_metadata = kv_metadata
         self._exchange: Exchange | None = None
 
     @property
@@ -149,7 +151,7 @@ class Lane:
                     Path(request.kv_path),
                     kv.tensors(),
                     request.token_ids,
-                    {"architecture": self._model.config.architecture},
+                    self._kv_metadata,
                 )
             except RunError as error:  # the disk's trouble, and this prompt's alone
                 return PrefillResult(request.key, error=str(error))
