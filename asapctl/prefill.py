@@ -17,8 +17,9 @@ Examples:
 
   cat in.jsonl | asapctl prefill - > out.jsonl
 
-Running the same command again does what is missing. Exit codes: 0 all done, 3 some lines failed,
-1 the run failed, 2 wrong usage, 130 interrupted.
+Running the same command again does what is missing.
+
+Exit codes: 0 all done, 3 some lines failed, 1 the run failed, 2 usage, 130 interrupted.
 """
 
 

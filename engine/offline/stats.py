@@ -8,22 +8,27 @@ import msgspec
 
 from engine.control.messages import RankStatus
 
-_GROWTH = math.log(1.02)  # quantiles are within 1 % of the true value
+_GROWTH = math.log(1.02)
 _SMALLEST_S = 1e-6
 
 
 class Durations:
-    """Mean and quantiles of many durations, kept as counts in buckets of 2 % width."""
+    """Mean and quantiles of many durations, kept as counts in buckets of 2 % width.
+
+    A quantile is the true one or up to 2 % more, and never more than the longest.
+    """
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
         self._count = 0
         self._total = 0.0
+        self._longest = 0.0
 
     def add(self, seconds: float) -> None:
         self._count += 1
         self._total += seconds
-        self._buckets[round(math.log(max(seconds, _SMALLEST_S)) / _GROWTH)] += 1
+        self._longest = max(self._longest, seconds)
+        self._buckets[math.ceil(math.log(max(seconds, _SMALLEST_S)) / _GROWTH)] += 1
 
     @property
     def mean(self) -> float:
@@ -35,7 +40,7 @@ class Durations:
         for bucket, count in sorted(self._buckets.items()):
             left -= count
             if left <= 0:
-                return math.exp(bucket * _GROWTH)
+                return min(math.exp(bucket * _GROWTH), self._longest)
         return 0.0
 
 

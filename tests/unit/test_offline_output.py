@@ -1,0 +1,189 @@
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from engine.control.messages import PrefillResult, Sampling
+from engine.errors import RunError, UsageError
+from engine.offline.output import Output, open_output
+from engine.offline.resume import Done, take_stock
+from engine.offline.types import LineError, Origin, Prompt
+from helpers.offline import FINGERPRINT, writer
+
+
+def origin(name: str, line: str = "00") -> Origin:
+    return Origin(1, name, "batch_req_" + line * 16)
+
+
+def good(name: str, line: str = "00") -> bytes:
+    prompt = Prompt(origin(name, line), "completion", [65], Sampling(), 1, None, None, None)
+    return writer().result(prompt, PrefillResult(0, 120))
+
+
+def bad(name: str) -> bytes:
+    return writer().failure(origin(name), LineError("no"))
+
+
+def stock(path: Path, fingerprint: str = FINGERPRINT, overwrite: bool = False) -> Done:
+    with open_output(path) as output:
+        return take_stock(output, fingerprint, overwrite)
+
+
+def test_lines_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"a\n")
+    with open_output(path) as output:
+        output.append(b"b\n")
+        output.append(b"c\n")
+    assert path.read_bytes() == b"a\nb\nc\n"
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_output(path) as output:
+        output.append(b"x" * 999 + b"\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
+        try:
+            with pytest.raises(RunError, match=r"out: cannot write: .*; the results so far"):
+                output.append(b"y" * 999 + b"\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"x" * 999 + b"\n"
+
+
+def test_a_device_that_is_full() -> None:
+    with (
+        open_output(Path("/dev/full")) as output,
+        pytest.raises(RunError, match="/dev/full: cannot write: No space left"),
+    ):
+        output.append(b"x\n")
+
+
+def test_a_reader_that_has_gone(tmp_path: Path) -> None:
+    source, sink = os.pipe()
+    os.close(source)
+    with Output(sink, "standard output") as output, pytest.raises(RunError, match="closed it"):
+        output.append(b"x\n")
+
+
+def test_outputs_that_cannot_be_opened(tmp_path: Path) -> None:
+    for path, words in ((tmp_path, "directory"), (tmp_path / "no" / "out", "there is no folder")):
+        with pytest.raises(UsageError, match=words):
+            open_output(path)
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with open_output(path):
+        with pytest.raises(UsageError, match="another run"):
+            open_output(path)
+    with open_output(path):
+        pass
+
+
+def test_the_lock_follows_the_file_that_takes_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(good("a") + bad("b"))
+    with open_output(path) as output:
+        take_stock(output, FINGERPRINT, overwrite=False)
+        with pytest.raises(UsageError, match="another run"):
+            open_output(path)
+        output.append(good("b"))
+    assert path.read_bytes() == good("a") + good("b")
+
+
+def test_an_output_that_stays_empty_is_not_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with open_output(path):
+        assert path.exists()
+    assert not path.exists()
+    path.touch()
+    with open_output(path):
+        pass
+    assert path.exists()  # it was there before
+
+
+def test_done_lines_stay_and_failed_and_torn_ones_go(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(bad("x") + good("a") + bad("y") + good("b\u2028", "11") + good("c")[:-1])
+    path.chmod(0o640)
+    done = stock(path)
+    assert path.read_bytes() == good("a") + good("b\u2028", "11")
+    assert len(done) == 2
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert done.holds("a", origin("a").record) is True
+    assert done.holds("b\u2028", origin("b", "22").record) is False
+    assert done.holds("c", origin("c").record) is None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("size", [1, 10, 200])
+def test_a_torn_line_is_cut_wherever_it_ends(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(good("a") + good("b")[:size])
+    assert len(stock(path)) == 1
+    assert path.read_bytes() == good("a")
+
+
+def test_a_link_to_the_output_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(bad("x") + good("a"))
+    link = tmp_path / "out"
+    link.symlink_to("real")
+    stock(link)
+    assert link.is_symlink()
+    assert (tmp_path / "real").read_bytes() == good("a")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"notes", b"notes\n", b"{}\n", b'{"id":"batch_req_x"}\n', good("a") + b"\xff\n", b"\n"],
+)
+def test_a_file_that_is_no_output_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"out, line \d: not a result"):
+        stock(path)
+    assert path.read_bytes() == content
+    assert len(stock(path, overwrite=True)) == 0
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("now", "what"),
+    [("fp_cccccccc_bbbbbbbb", "another model"), ("fp_aaaaaaaa_cccccccc", "other options")],
+)
+def test_a_change_of_model_or_options_is_refused(tmp_path: Path, now: str, what: str) -> None:
+    path = tmp_path / "out"
+    content = good("a") + bad("b") + good("c")[:50]
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=what):
+        stock(path, fingerprint=now)
+    assert path.read_bytes() == content
+
+
+def test_only_failed_lines_bind_to_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(bad("a"))
+    assert len(stock(path, fingerprint="fp_x_y")) == 0
+    assert path.read_bytes() == b""
+
+
+def test_a_full_disk_while_failed_lines_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    content = bad("x") + good("a") * 3
+    path.write_bytes(content)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(good("a")) + 5, before[1]))
+    try:
+        with pytest.raises(RunError, match="cannot write"):
+            stock(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == content
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_records_are_what_resume_reads(tmp_path: Path) -> None:
+    assert json.loads(good("a"))["id"] == origin("a").record

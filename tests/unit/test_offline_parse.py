@@ -1,0 +1,234 @@
+import json
+from typing import Any
+
+import pytest
+from engine.offline.chat_template import ChatTemplate
+from engine.offline.forms import read_line
+from engine.offline.tokenizer import Tokenizer
+from engine.offline.types import LineError, Prompt
+from helpers.offline import BOS, ByteCodec, byte_tokenizer, line, parser
+
+
+def parse(document: Any, tokenizer: Tokenizer | None = None, **limits: Any) -> Prompt:
+    data = document if isinstance(document, bytes) else json.dumps(document).encode()
+    origin, content = read_line(line(data, number=7))
+    if isinstance(content, LineError):
+        raise content
+    return parser(tokenizer, **limits).parse(origin, content)
+
+
+def refusal(document: Any, tokenizer: Tokenizer | None = None) -> LineError:
+    with pytest.raises(LineError) as caught:
+        parse(document, tokenizer)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def completion(**body: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages} | body
+    return {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_the_four_shapes() -> None:
+    assert parse({"prompt": "hi"}).token_ids == [BOS, *b"hi"]
+    assert parse({"prompt_token_ids": [5, 6]}).token_ids == [5, 6]
+    message = parse({"id": "m", "messages": [{"role": "user", "content": "hi"}]})
+    assert bytes(message.token_ids) == b"user:hi\nassistant:"  # no bos: the template writes it
+    assert (message.kind, message.origin.custom_id) == ("chat", "m")
+    batch = parse(completion(prompt="hi", model="other"))
+    assert (batch.kind, batch.model, batch.origin.custom_id) == ("completion", "other", "a")
+    assert parse({"prompt": "hi"}).origin.custom_id == "line-7"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("hi", [BOS, *b"hi"]), (["hi"], [BOS, *b"hi"]), ([5, 6], [5, 6]), ([[5, 6]], [5, 6])],
+)
+def test_prompt_forms(prompt: Any, expected: list[int]) -> None:
+    assert parse(completion(prompt=prompt)).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ("", "empty_prompt"), ([], "empty_prompt"), ([[]], "empty_prompt"), ([""], "empty_prompt"),
+        (["a", "b"], "several_prompts"), ([[1], [2]], "several_prompts"),
+        ([1, "a"], "invalid_type"), ([1.0], "invalid_type"), ([True], "invalid_type"),
+        ([None], "invalid_type"), (5, "invalid_type"), ({}, "invalid_type"),
+        (None, "invalid_prompt"), ([3, 256], "token_out_of_range"), ([-1], "token_out_of_range"),
+        ([3] * 51, "context_length_exceeded"), ([10**30], "token_out_of_range"),
+    ],
+)  # fmt: skip
+def test_prompts_that_are_refused(prompt: Any, code: str) -> None:
+    failure = refusal(completion(prompt=prompt))
+    assert (failure.code, failure.param) == (code, "prompt")
+
+
+def test_the_longest_prompt_fits() -> None:
+    assert len(parse(completion(prompt=[3] * 50)).token_ids) == 50
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"nonsense", "invalid_json"), (b'{"prompt": NaN}', "invalid_json"),
+        (b'{"prompt": "a"} x', "invalid_json"), (b"[" * 100_000, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"), (b'{"prompt": "\xff"}', "invalid_utf8"),
+        (b"[1]", "invalid_shape"), (b"null", "invalid_shape"), (b'"a"', "invalid_shape"),
+        (b"7", "invalid_shape"), (b"{}", "invalid_shape"),
+        (b'{"prompt": "a", "messages": []}', "invalid_shape"),
+        (b'{"prompt": "a", "id": 5}', "invalid_type"), (b'{"prompt": "a", "id": ""}', "invalid_type"),
+        (b'{"prompt": "a", "id": "1", "custom_id": "2"}', "invalid_shape"),
+        (b'{"prompt": "a", "prompts": 1}', "unknown_parameter"),
+    ],
+)  # fmt: skip
+def test_lines_that_are_no_request(data: bytes, code: str) -> None:
+    assert refusal(data).code == code
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"url": "/v1/embeddings"}, "url"), ({"url": None}, "url"), ({"method": "GET"}, "method"),
+        ({"body": [1]}, "body"), ({"temperature": 1}, "temperature"),
+    ],
+)  # fmt: skip
+def test_batch_lines_of_the_wrong_shape(change: dict[str, Any], param: str) -> None:
+    assert refusal(completion(prompt="a") | change).param == param
+
+
+def test_a_line_over_the_limit() -> None:
+    origin, content = read_line(line(None, number=3))
+    assert isinstance(content, LineError)
+    assert (origin.custom_id, content.code) == ("line-3", "too_long")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_token_limits(name: str) -> None:
+    assert parse(completion(prompt="a")).max_tokens == 1
+    assert parse(completion(prompt="a", **{name: 0})).max_tokens == 0
+    assert parse(chat(**{name: 1})).max_tokens == 1
+    failure = refusal(chat(**{name: 2}))
+    assert failure.param == name
+    assert "prefill instance" in failure.message
+    assert refusal(chat(**{name: -1})).param == name
+    assert refusal(chat(**{name: True})).param == name
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"n": 1}, {"stream": False}, {"stop": None}, {"stop": []}, {"user": "u"}, {"store": True},
+        {"metadata": {"a": "b"}}, {"frequency_penalty": 0.0}, {"echo": False}, {"tools": None},
+        {"best_of": 1}, {"logit_bias": {}}, {"response_format": {"type": "text"}},
+    ],
+)  # fmt: skip
+def test_parameters_that_ask_for_nothing(neutral: dict[str, Any]) -> None:
+    parse(completion(prompt="a", **neutral))
+    parse(chat(**neutral))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"n": 2}, {"n": True}, {"stream": True}, {"stop": "x"}, {"stop": ["x"]}, {"tools": [{}]},
+        {"frequency_penalty": 0.1}, {"logit_bias": {"5": 1}}, {"best_of": 2}, {"echo": True},
+        {"response_format": {"type": "json_object"}}, {"min_p": 0.1}, {"guided_json": {}},
+        {"suffix": "x"}, {"made_up": 1}, {"made_up": None}, {"top_p": 0}, {"top_p": 1.1},
+        {"temperature": -1}, {"temperature": "1"}, {"temperature": 1e9}, {"top_k": -2}, {"seed": 0.5},
+        {"seed": 2**70}, {"prompt_logprobs": 21}, {"prompt_logprobs": True}, {"model": 5},
+    ],
+)  # fmt: skip
+def test_parameters_that_are_refused_by_name(refused: dict[str, Any]) -> None:
+    (name,) = refused
+    for document in (completion(prompt="a", **refused), chat(**refused)):
+        failure = refusal(document)
+        assert failure.param == name
+        assert name in failure.message
+
+
+def test_echo_points_at_prompt_logprobs() -> None:
+    assert "prompt_logprobs" in refusal(completion(prompt="a", echo=True)).message
+
+
+def test_logprobs_of_completions() -> None:
+    assert parse(completion(prompt="a")).logprobs is None
+    assert parse(completion(prompt="a"), logprobs=3, prompt_logprobs=2).logprobs == 3
+    assert parse(completion(prompt="a"), prompt_logprobs=2).prompt_logprobs == 2
+    assert parse(completion(prompt="a", logprobs=0), logprobs=3).logprobs == 0
+    assert parse(completion(prompt="a", prompt_logprobs=0), prompt_logprobs=3).prompt_logprobs == 0
+    for wrong in (True, 21, -1, "3"):
+        assert refusal(completion(prompt="a", logprobs=wrong)).param == "logprobs"
+
+
+def test_logprobs_of_chats() -> None:
+    assert parse(chat()).logprobs is None
+    assert parse(chat(), logprobs=3).logprobs == 3
+    assert parse(chat(logprobs=True)).logprobs == 0
+    assert parse(chat(logprobs=True, top_logprobs=4)).logprobs == 4
+    assert parse(chat(logprobs=False), logprobs=3).logprobs is None
+    assert refusal(chat(logprobs=3)).param == "logprobs"
+    assert refusal(chat(top_logprobs=3)).param == "top_logprobs"
+    assert refusal(chat(logprobs=False, top_logprobs=3)).param == "top_logprobs"
+
+
+def test_sampling() -> None:
+    assert parse(completion(prompt="a", top_p=0.5, seed=3)).sampling.temperature == 0
+    drawn = parse(completion(prompt="a", temperature=1, top_p=0.5, top_k=-1, seed=3)).sampling
+    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.seed) == (1, 0.5, 0, 3)
+
+
+def test_the_seed_of_a_line_that_gives_none_is_its_own_and_stays() -> None:
+    first = parse({"id": "a", "prompt": "x", "temperature": 1}).sampling.seed
+    assert parse({"id": "a", "prompt": "x", "temperature": 1}).sampling.seed == first
+    assert parse({"id": "b", "prompt": "x", "temperature": 1}).sampling.seed != first
+
+
+def test_content_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    prompt = parse({"messages": [{"role": "user", "content": parts}]})
+    assert bytes(prompt.token_ids) == b"user:a\nb\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[0].content"), ({"content": "a"}, "messages[0].role"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": ["a"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
+    ],
+)  # fmt: skip
+def test_messages_that_are_refused(message: dict[str, Any], param: str) -> None:
+    assert refusal({"messages": [message]}).param == param
+
+
+def test_empty_messages() -> None:
+    assert refusal({"messages": []}).code == "empty_prompt"
+    assert refusal({"messages": "hi"}).param == "messages"
+    assert refusal({"messages": ["hi"]}).param == "messages"
+
+
+def test_a_checkpoint_without_tokenizer_or_template() -> None:
+    bare = Tokenizer("no tokenizer.json", ChatTemplate("", {}))
+    assert refusal({"prompt": "a"}, bare).code == "no_tokenizer"
+    assert refusal({"messages": [{"role": "user", "content": "a"}]}, bare).code == "no_tokenizer"
+    assert parse({"prompt_token_ids": [5]}, bare).token_ids == [5]
+    no_template = Tokenizer(ByteCodec(), "this checkpoint has no chat template")
+    failure = refusal({"messages": [{"role": "user", "content": "a"}]}, no_template)
+    assert "no chat template" in failure.message
+
+
+def test_a_template_that_refuses_or_breaks() -> None:
+    for template in ("{{ raise_exception('no system role') }}", "{{ messages[5].content }}"):
+        failure = refusal(
+            {"messages": [{"role": "user", "content": "a"}]}, byte_tokenizer(template)
+        )
+        assert (failure.code, failure.param) == ("chat_template", "messages")
