@@ -13,7 +13,7 @@ from engine.control.messages import BatchDone, Run
 from engine.model.config import load_config
 from engine.model.loading import load_attention
 from engine.worker.lane import Lane
-from engine.worker.rank import ControlLink, Meter, peers_of, run_rank, wants_to_stop
+from engine.worker.rank import ControlLink, Meter, own_agreement, peers_of, run_rank, wants_to_stop
 from engine.worker.spec import RankSpec
 
 log = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ def main(payload: bytes, fds: list[int]) -> None:
         agreement = spec.agreement
         with zmq.Context() as context:
             link = ControlLink(context, spec)
-            link.hello()
+            config = load_config(Path(spec.model_dir))
+            link.hello(own_agreement(spec, config))
             start = time.monotonic()
             dtype = getattr(torch, agreement.dtype)
-            config = load_config(Path(spec.model_dir))
             endpoint = ShmAttentionEndpoint(
                 spec.id, spec.bell, peers_of(spec, fds), dtype, config.layers, context
             )

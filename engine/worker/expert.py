@@ -17,7 +17,7 @@ from engine.model.config import load_config
 from engine.model.experts import ExpertModel
 from engine.model.loading import load_experts
 from engine.schedule.order import RoundRobin
-from engine.worker.rank import ControlLink, Meter, peers_of, run_rank, wants_to_stop
+from engine.worker.rank import ControlLink, Meter, own_agreement, peers_of, run_rank, wants_to_stop
 from engine.worker.spec import RankSpec
 
 log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ def main(payload: bytes, fds: list[int]) -> None:
     def body(spec: RankSpec) -> None:
         with zmq.Context() as context:
             link = ControlLink(context, spec)
-            link.hello()
+            config = load_config(Path(spec.model_dir))
+            link.hello(own_agreement(spec, config))
             start = time.monotonic()
             dtype = getattr(torch, spec.agreement.dtype)
-            config = load_config(Path(spec.model_dir))
             endpoint = ShmExpertEndpoint(
                 spec.id, spec.bell, peers_of(spec, fds), dtype, config.layers, context
             )

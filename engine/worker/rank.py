@@ -6,13 +6,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import torch
 import zmq
 
+from engine import __version__
 from engine.comm.primitives import Peer
 from engine.control.messages import (
+    Agreement,
     Hello,
     Message,
     Progress,
@@ -23,7 +26,9 @@ from engine.control.messages import (
     decode,
     encode,
 )
-from engine.errors import RunError
+from engine.errors import AsapError, RunError
+from engine.model.architecture import ModelConfig
+from engine.model.checkpoint import model_hash
 from engine.worker.spec import RankSpec
 
 _REPORT_EVERY_S = 0.2
@@ -60,9 +65,9 @@ class ControlLink:
         self._reported = 0
         self._report_at = 0.0
 
-    def hello(self) -> None:
+    def hello(self, agreement: Agreement) -> None:
         """Introduces this rank and waits until the controller agrees. RunError: it refuses."""
-        self.send(Hello(self._spec.id, os.getpid(), self._spec.agreement))
+        self.send(Hello(self._spec.id, os.getpid(), agreement))
         while not any(isinstance(message, Welcome) for message in self.receive()):
             self._poller.poll()
 
@@ -106,6 +111,19 @@ class ControlLink:
             self.report(meter)
 
 
+def own_agreement(spec: RankSpec, config: ModelConfig) -> Agreement:
+    """What this rank finds on its own disk and in its own code, beside what it was told."""
+    return msgspec.structs.replace(
+        spec.agreement,
+        version=__version__,
+        model_hash=model_hash(Path(spec.model_dir)),
+        hidden_size=config.hidden_size,
+        layers=config.layers,
+        experts=config.experts,
+        top_k=config.top_k,
+    )
+
+
 def peers_of(spec: RankSpec, fds: list[int]) -> list[Peer]:
     if len(fds) != len(spec.peers):
         raise ValueError(f"{len(spec.peers)} windows expected, {len(fds)} came")
@@ -118,13 +136,14 @@ def peers_of(spec: RankSpec, fds: list[int]) -> list[Peer]:
 def run_rank(payload: bytes, body: Callable[[RankSpec], None]) -> None:
     """Runs `body` as this process. An expected error ends the log with its message alone."""
     spec = msgspec.msgpack.decode(payload, type=RankSpec)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {spec.id}: %(message)s")
+    level = os.environ.get("ASAPCTL_LOG", "info").upper()
+    logging.basicConfig(level=level, format=f"%(asctime)s {spec.id}: %(message)s")
     torch.set_num_threads(spec.threads)
     torch.set_num_interop_threads(1)
     try:
         with torch.inference_mode():
             body(spec)
-    except RunError as error:
+    except AsapError as error:
         print(error, flush=True)
         raise SystemExit(error.exit_code) from None
     except Exception as error:
