@@ -155,7 +155,7 @@ def test_sigmoid_routing_selects_with_the_bias_and_weighs_without(config: ModelC
     experts, weights = gate(torch.ones(1, 1))
     assert sorted(experts[0].tolist()) == [0, 1]
     gate.e_score_correction_bias.fill_(-5.0)  # all negative: outside groups must stay outside
-    gate.e_score_correction_bias[4:] = 1.0
+    gate.e_score_correction_bias[4:] = -4.0
     experts, weights = gate(torch.ones(1, 1))
     assert sorted(experts[0].tolist()) == [4, 5]
     assert torch.allclose(weights, logits[:, [4, 5]].sigmoid())
