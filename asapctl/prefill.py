@@ -9,12 +9,10 @@ Prefill the prompts of a JSONL file through separate attention and expert proces
 
 Examples:
 
+\b
   asapctl prefill examples/prompts.jsonl
-
   asapctl prefill in.jsonl -o out.jsonl --model ~/models/Qwen3-30B-A3B --logprobs 5
-
   asapctl prefill in.jsonl --topology cpu-2a2e --set schedule.lanes=3 --kv-dir kv/
-
   cat in.jsonl | asapctl prefill - > out.jsonl
 
 Running the same command again does what is missing.

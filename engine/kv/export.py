@@ -1,6 +1,5 @@
 """Write the KV cache of one prompt so that it is either complete on disk or not there."""
 
-import errno
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engine.control.messages import KvFile
+from engine.errors import RunError
 from engine.kv.naming import token_sha256
 
 
@@ -25,7 +25,7 @@ def write_kv(
     Written beside `path` under another name, synced, renamed, and the folder synced: once this
     returns the file survives a crash, and until then no file of that name is incomplete.
     metadata: more entries for the file's header (model, model_hash); `tokens` and `token_sha256`
-    are added. Raises OSError when the disk does not take it; then nothing of it stays.
+    are added. Raises RunError when the disk does not take it; then nothing of it stays.
     """
     path = Path(path)
     tokens = len(token_ids)
@@ -40,8 +40,8 @@ def write_kv(
         _sync(temporary)
         temporary.replace(path)
         _sync(path.parent)
-    except SafetensorError as error:
-        raise _os_error(error, path) from None
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path}: cannot write the KV cache: {_reason(error)}") from None
     finally:
         temporary.unlink(missing_ok=True)
     return KvFile(
@@ -53,11 +53,12 @@ def write_kv(
     )
 
 
-def _os_error(error: SafetensorError, path: Path) -> OSError:
-    """safetensors reports what the system refused as text that ends in `(os error 28)`."""
+def _reason(error: OSError | SafetensorError) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    # safetensors reports what the system refused as text that ends in `(os error 28)`.
     match = re.search(r"os error (\d+)", str(error))
-    number = int(match[1]) if match else errno.EIO
-    return OSError(number, os.strerror(number) if match else str(error), str(path))
+    return os.strerror(int(match[1])) if match else str(error)
 
 
 def _sync(path: Path) -> None:

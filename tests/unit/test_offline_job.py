@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import typer
-from asapctl.prefill import prefill
 from click.testing import Result
+from typer.testing import CliRunner
+
+from asapctl.prefill import prefill
 from engine.errors import AsapError, RunError, UsageError
 from engine.model.demo import make_demo_checkpoint
 from helpers.offline import FakeEngine
-from typer.testing import CliRunner
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    import engine.launch.instance as instance
+    from engine.launch import instance
 
     bench = Bench(tmp_path, demo)
 

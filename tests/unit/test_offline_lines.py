@@ -1,9 +1,10 @@
 import os
 import threading
 
-from engine.offline.lines import Line, LineReader
 from hypothesis import given
 from hypothesis import strategies as st
+
+from engine.offline.lines import Line, LineReader
 
 
 def read_all(data: bytes, limit: int = 1 << 20) -> list[Line]:

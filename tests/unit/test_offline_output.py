@@ -4,6 +4,7 @@ import resource
 from pathlib import Path
 
 import pytest
+
 from engine.control.messages import PrefillResult, Sampling
 from engine.errors import RunError, UsageError
 from engine.offline.output import Output, open_output
@@ -76,9 +77,8 @@ def test_outputs_that_cannot_be_opened(tmp_path: Path) -> None:
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    with open_output(path):
-        with pytest.raises(UsageError, match="another run"):
-            open_output(path)
+    with open_output(path), pytest.raises(UsageError, match="another run"):
+        open_output(path)
     with open_output(path):
         pass
 

@@ -2,6 +2,7 @@ import json
 from typing import Any
 
 import pytest
+
 from engine.offline.chat_template import ChatTemplate
 from engine.offline.forms import read_line
 from engine.offline.tokenizer import Tokenizer
@@ -82,7 +83,8 @@ def test_the_longest_prompt_fits() -> None:
         (b"[1]", "invalid_shape"), (b"null", "invalid_shape"), (b'"a"', "invalid_shape"),
         (b"7", "invalid_shape"), (b"{}", "invalid_shape"),
         (b'{"prompt": "a", "messages": []}', "invalid_shape"),
-        (b'{"prompt": "a", "id": 5}', "invalid_type"), (b'{"prompt": "a", "id": ""}', "invalid_type"),
+        (b'{"prompt": "a", "id": 5}', "invalid_type"),
+        (b'{"prompt": "a", "id": ""}', "invalid_type"),
         (b'{"prompt": "a", "id": "1", "custom_id": "2"}', "invalid_shape"),
         (b'{"prompt": "a", "prompts": 1}', "unknown_parameter"),
     ],
@@ -140,8 +142,8 @@ def test_parameters_that_ask_for_nothing(neutral: dict[str, Any]) -> None:
         {"frequency_penalty": 0.1}, {"logit_bias": {"5": 1}}, {"best_of": 2}, {"echo": True},
         {"response_format": {"type": "json_object"}}, {"min_p": 0.1}, {"guided_json": {}},
         {"suffix": "x"}, {"made_up": 1}, {"made_up": None}, {"top_p": 0}, {"top_p": 1.1},
-        {"temperature": -1}, {"temperature": "1"}, {"temperature": 1e9}, {"top_k": -2}, {"seed": 0.5},
-        {"seed": 2**70}, {"prompt_logprobs": 21}, {"prompt_logprobs": True}, {"model": 5},
+        {"temperature": -1}, {"temperature": "1"}, {"temperature": 1e9}, {"top_k": -2},
+        {"seed": 0.5}, {"seed": 2**70}, {"prompt_logprobs": 21}, {"prompt_logprobs": True}, {"model": 5},
     ],
 )  # fmt: skip
 def test_parameters_that_are_refused_by_name(refused: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from engine.errors import UsageError
 from engine.offline.forms import read_line
 from engine.offline.paths import Input, check_unchanged, choose_output, open_input

@@ -3,6 +3,7 @@ import math
 from typing import Any
 
 import pytest
+
 from engine.control.messages import KvFile, PrefillResult, Sampling, TokenLogprob
 from engine.offline.tokenizer import Tokenizer
 from engine.offline.types import Kind, LineError, Origin, Prompt

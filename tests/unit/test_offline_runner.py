@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engine.control.messages import KvFile, PrefillRequest, PrefillResult
 from engine.errors import RunError, UsageError
 from engine.kv.manifest import Manifest, read_manifest
@@ -26,13 +27,14 @@ class Bench:
         self.source.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def run(
-        self, engine: FakeEngine, window: Window = Window(1000), kv: KvOutput | None = None
+        self, engine: FakeEngine, window: Window | None = None, kv: KvOutput | None = None
     ) -> Runner:
         fd = os.open(self.source, os.O_RDONLY)
         try:
             with open_output(self.path) as output:
                 runner = Runner(
-                    LineReader(fd), parser(), writer(), output, engine.start, window,
+                    LineReader(fd), parser(), writer(), output, engine.start,
+                    window or Window(1000),
                     done=take_stock(output, FINGERPRINT, overwrite=False), kv=kv,
                 )  # fmt: skip
                 self.ranks = runner.run()
@@ -130,7 +132,7 @@ def test_a_done_line_that_has_changed_is_refused(bench: Bench) -> None:
     bench.run(FakeEngine())
     before = bench.path.read_bytes()
     bench.write({"id": "a", "prompt": "x"}, {"id": "b", "prompt": "z"})
-    with pytest.raises(UsageError, match="line 2: .*'b'.*--overwrite"):
+    with pytest.raises(UsageError, match=r"line 2: .*'b'.*--overwrite"):
         bench.run(FakeEngine())
     assert bench.path.read_bytes() == before
 

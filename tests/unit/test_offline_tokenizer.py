@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
 from engine.errors import UsageError
 from engine.offline.tokenizer import load_tokenizer
 from engine.offline.types import LineError
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MESSAGES = [{"role": "system", "content": "be <b> \u2028"}, {"role": "user", "content": " hé 語"}]

@@ -1,6 +1,7 @@
 import random
 
 import pytest
+
 from asapctl.prefill_view import duration, progress_text
 from engine.control.messages import RankStatus, Snapshot
 from engine.offline.stats import Durations, Tally
