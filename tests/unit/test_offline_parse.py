@@ -143,7 +143,8 @@ def test_parameters_that_ask_for_nothing(neutral: dict[str, Any]) -> None:
         {"response_format": {"type": "json_object"}}, {"min_p": 0.1}, {"guided_json": {}},
         {"suffix": "x"}, {"made_up": 1}, {"made_up": None}, {"top_p": 0}, {"top_p": 1.1},
         {"temperature": -1}, {"temperature": "1"}, {"temperature": 1e9}, {"top_k": -2},
-        {"seed": 0.5}, {"seed": 2**70}, {"prompt_logprobs": 21}, {"prompt_logprobs": True}, {"model": 5},
+        {"seed": 0.5}, {"seed": 2**70}, {"prompt_logprobs": 21}, {"prompt_logprobs": True},
+        {"model": 5},
     ],
 )  # fmt: skip
 def test_parameters_that_are_refused_by_name(refused: dict[str, Any]) -> None:
