@@ -110,7 +110,7 @@ class AttentionModel(nn.Module):
 class _Decoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        # Given a weight, it does not draw one: on the meta device that alone would import for 1.5 s.
+        # Given a weight, it does not draw one: on the meta device that costs 1.5 s of imports.
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(_Block(config, layer) for layer in range(config.layers))

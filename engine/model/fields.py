@@ -34,6 +34,12 @@ class Fields:
             return max(1, minimum)
         return value
 
+    def integer_or_null(self, key: str) -> int | None:
+        """For fields in which null means something: they must be there, whatever they say."""
+        if key not in self.raw:
+            self.problem(f"{key} is missing (it may be null)")
+        return self.integer(key) if self.has(key) else None
+
     def number(self, key: str, default: float = _REQUIRED) -> float:
         value = self._get(key, default, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

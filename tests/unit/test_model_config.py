@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from engine.errors import UsageError
 from engine.model.architecture import Latent
@@ -107,6 +108,7 @@ def test_deepseek_v3(tmp_path: Path) -> None:
         ({"sliding_window": 16}, None),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}, 16),
         ({"use_sliding_window": True, "sliding_window": None}, None),
+        ({"use_sliding_window": True}, 4096),
     ],
 )
 def test_qwen_windows_every_layer_or_none(
@@ -114,6 +116,17 @@ def test_qwen_windows_every_layer_or_none(
 ) -> None:
     config = read(tmp_path, QWEN, **changes)
     assert [config.sliding_window(layer) for layer in range(4)] == [window] * 4
+
+
+@pytest.mark.parametrize("raw", [QWEN, MIXTRAL, DEEPSEEK])
+def test_defaults_are_those_of_transformers(tmp_path: Path, raw: dict[str, Any]) -> None:
+    """What config.json leaves out means what transformers would take it to mean."""
+    lean = {key: value for key, value in raw.items() if key not in ("n_group", "topk_group")}
+    lean |= {"n_routed_experts": 16} if raw is DEEPSEEK else {}
+    lean.pop("num_experts_per_tok", None)
+    (tmp_path / "config.json").write_text(json.dumps(lean))
+    full = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert load_config(tmp_path) == read(tmp_path, full, num_nextn_predict_layers=0)
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
@@ -162,6 +175,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         (QWEN, {"head_dim": 31}, "31 is odd"),
         (QWEN, {"torch_dtype": "int8"}, "torch_dtype 'int8'"),
         (QWEN, {"eos_token_id": "x"}, "eos_token_id must be whole numbers"),
+        ({k: v for k, v in DEEPSEEK.items() if k != "q_lora_rank"}, {}, "q_lora_rank is missing"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         (DEEPSEEK, {"n_group": 3}, "8 experts cannot form 3"),
         (DEEPSEEK, {"topk_group": 3}, "topk_group 3 of 2 groups"),

@@ -11,7 +11,7 @@ _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 def grouped_query(fields: Fields, *, bias: bool, qk_norm: bool) -> GroupedQuery:
     heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads)
+    kv_heads = fields.integer_or_null("num_key_value_heads") or heads
     if heads % kv_heads:
         fields.problem(f"{heads} attention heads cannot share {kv_heads} key-value heads")
     head_dim = fields.integer("head_dim", max(1, fields.integer("hidden_size") // heads))
@@ -99,8 +99,8 @@ def torch_dtype(fields: Fields) -> str:
     return fields.choice(key, ("float32", "float16", "bfloat16"), "float32")
 
 
-def eos_token_ids(fields: Fields) -> tuple[int, ...]:
-    return fields.integers("eos_token_id")
+def eos_token_ids(fields: Fields, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+    return fields.integers("eos_token_id") if "eos_token_id" in fields.raw else default
 
 
 def check_top_k(fields: Fields, top_k: int, experts: int) -> None:

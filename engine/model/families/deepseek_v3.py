@@ -29,14 +29,14 @@ def read(fields: Fields) -> ModelConfig:
         window=None,
         experts=experts,
         expert_intermediate=expert_intermediate,
-        shared_intermediate=expert_intermediate * fields.integer("n_shared_experts", 0, minimum=0),
+        shared_intermediate=expert_intermediate * fields.integer("n_shared_experts", 1, minimum=0),
         dense_intermediate=fields.integer("intermediate_size") if first_moe else 0,
         router=_router(fields, experts),
         norm_eps=common.norm_eps(fields, 1e-6),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         torch_dtype=common.torch_dtype(fields),
-        eos_token_ids=common.eos_token_ids(fields),
+        eos_token_ids=common.eos_token_ids(fields, default=(1,)),
         extra_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
     )
 
@@ -45,7 +45,7 @@ def _attention(fields: Fields, rope: Rope) -> Latent:
     nope_dim = fields.integer("qk_nope_head_dim")
     return Latent(
         heads=fields.integer("num_attention_heads"),
-        q_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
+        q_rank=fields.integer_or_null("q_lora_rank"),
         kv_rank=fields.integer("kv_lora_rank"),
         nope_dim=nope_dim,
         rope_dim=rope.dim,
@@ -65,8 +65,8 @@ def _scale_correction(fields: Fields, rope: Rope) -> float:
 
 def _router(fields: Fields, experts: int) -> Router:
     top_k = fields.integer("num_experts_per_tok", 8)
-    groups = fields.integer("n_group", 1)
-    top_groups = fields.integer("topk_group", 1)
+    groups = fields.integer("n_group", 8)
+    top_groups = fields.integer("topk_group", 4)
     common.check_top_k(fields, top_k, experts)
     if experts % groups or experts // groups < 2:
         fields.problem(f"{experts} experts cannot form {groups} equal groups of two or more")
@@ -76,7 +76,7 @@ def _router(fields: Fields, experts: int) -> Router:
         "sigmoid",
         top_k,
         normalize=fields.flag("norm_topk_prob", True),
-        scaling=fields.number("routed_scaling_factor", 1.0),
+        scaling=fields.number("routed_scaling_factor", 2.5),
         groups=groups,
         top_groups=top_groups,
     )

@@ -30,6 +30,6 @@ def read(fields: Fields) -> ModelConfig:
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         torch_dtype=common.torch_dtype(fields),
-        eos_token_ids=common.eos_token_ids(fields),
+        eos_token_ids=common.eos_token_ids(fields, default=(2,)),
         names=Names(("block_sparse_moe", "mlp"), ("w1", "w3", "w2")),
     )

@@ -47,6 +47,8 @@ def _window(fields: Fields) -> int | None:
     """transformers windows every layer once use_sliding_window is set: it reads
     max_window_layers nowhere in this family, so neither may we.
     """
-    if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
+    if not fields.flag("use_sliding_window", False):
         return None
-    return fields.integer("sliding_window")
+    if "sliding_window" in fields.raw and not fields.has("sliding_window"):
+        return None
+    return fields.integer("sliding_window", 4096)
