@@ -18,6 +18,7 @@ from engine.launch.instance import start_instance
 from engine.topology.ranks import RankId
 from helpers.checkpoints import checkpoint, token_ids
 from helpers.instances import collect, instance, layout, plan, wait_for
+from helpers.program import alive
 
 FAMILY = "qwen3_moe"
 
@@ -46,14 +47,6 @@ def process_titled(title: str) -> psutil.Process:
         if process.cmdline() and process.cmdline()[0].strip() == title:
             return process
     raise AssertionError(f"no process is titled {title}")
-
-
-def alive(process: psutil.Process) -> bool:
-    """Not gone, and not merely waiting for somebody to read its exit code."""
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("rank", [RankId("attention", 1), RankId("expert", 0)])
