@@ -80,7 +80,6 @@ class _Pending:
 class _Counters:
     finished: int = 0
     failed: int = 0
-    running: int = 0
     first_run: float | None = None
     last_done: float = 0.0
 
@@ -108,6 +107,11 @@ class Controller:
     @property
     def ready(self) -> bool:
         return all(rank.ready for rank in self._ranks.values())
+
+    @property
+    def running(self) -> int:
+        """Prompts that a group has been given and has not answered."""
+        return len(self._pending) - self.policy.waiting
 
     def handle(self, peer: bytes, message: Message, now: float) -> None:
         """Takes one message from `peer`; answers, if any, are in `outbox` afterwards."""
@@ -143,11 +147,11 @@ class Controller:
         counters = self._counters
         elapsed = 0.0
         if counters.first_run is not None:
-            elapsed = (now if counters.running else counters.last_done) - counters.first_run
+            elapsed = (now if self.running else counters.last_done) - counters.first_run
         return Snapshot(
             ready=self.ready,
             waiting=self.policy.waiting,
-            running=counters.running,
+            running=self.running,
             finished=counters.finished,
             failed=counters.failed,
             ranks=[_status(rank, elapsed) for rank in self._ranks.values()],
@@ -182,7 +186,6 @@ class Controller:
                 pending = self._pending[segment.key]
                 pending.started = now
                 requests.append(msgspec.structs.replace(pending.request, key=segment.key))
-            counters.running += len(requests)
             self._batches[batch.id] = (assignment.group, batch)
             self.outbox.append((rank.peer, Run(batch, lane, requests)))
 
@@ -194,7 +197,6 @@ class Controller:
         by_client: dict[bytes, list[PrefillResult]] = {}
         for result in results:
             pending = self._pending.pop(result.key)
-            counters.running -= 1
             counters.finished += result.error is None
             counters.failed += result.error is not None
             by_client.setdefault(pending.client, []).append(

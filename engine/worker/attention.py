@@ -13,6 +13,7 @@ from engine.control.messages import BatchDone, Run
 from engine.model.config import load_config
 from engine.model.loading import load_attention
 from engine.worker.lane import Lane
+from engine.worker.prompt import Prompt
 from engine.worker.rank import ControlLink, Meter, own_agreement, peers_of, run_rank, wants_to_stop
 from engine.worker.spec import RankSpec
 
@@ -94,8 +95,9 @@ def main(payload: bytes, fds: list[int]) -> None:
                     "model": agreement.model,
                     "model_hash": agreement.model_hash,
                 }
+                prompts: dict[int, Prompt] = {}
                 lanes = [
-                    Lane(index, model, endpoint, bounds, agreement.window_tokens, made_by)
+                    Lane(index, model, endpoint, bounds, agreement.window_tokens, prompts, made_by)
                     for index in range(agreement.lanes)
                 ]
                 AttentionLoop(lanes, endpoint, link).run()

@@ -7,27 +7,25 @@ attention rank has several lanes and advances whichever is ready.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.comm.primitives import Arrival, AttentionEndpoint
-from engine.control.messages import PrefillRequest, PrefillResult, TokenLogprob
-from engine.errors import RunError
-from engine.kv.export import write_kv
-from engine.model.attention import AttentionModel, Span
-from engine.model.kv import PromptKV
+from engine.control.messages import PrefillRequest, PrefillResult
+from engine.model.attention import AttentionModel
+from engine.model.spans import Span
 from engine.schedule.types import Batch
 from engine.worker.exchange import Exchange
-from engine.worker.first_token import choose, token_logprobs
-
-# Rows of [rows, vocabulary] float32 that exist at once for prompt log-probabilities.
-LOGITS_ROWS = 256
+from engine.worker.prompt import Prompt
 
 
 class Lane:
-    """ready: `advance` would compute. idle: `start` may be called."""
+    """ready: `advance` would compute. `start` may be called when no batch is there.
+
+    prompts: those of which a segment has been computed but not the last; the lanes of a rank share
+    it, because the segments of a prompt may come to different lanes.
+    """
 
     def __init__(
         self,
@@ -36,6 +34,7 @@ class Lane:
         endpoint: AttentionEndpoint,
         bounds: Sequence[range],
         window_tokens: int,
+        prompts: dict[int, Prompt],
         kv_metadata: Mapping[str, str],
     ) -> None:
         self.index = index
@@ -44,12 +43,9 @@ class Lane:
         self._endpoint = endpoint
         self._bounds = bounds
         self._window_tokens = window_tokens
+        self._unfinished = prompts
         self._kv_metadata = kv_metadata
         self._exchange: Exchange | None = None
-
-    @property
-    def idle(self) -> bool:
-        return self.batch is None
 
     @property
     def ready(self) -> bool:
@@ -60,26 +56,14 @@ class Lane:
         if self.batch is not None:
             raise RuntimeError(f"lane {self.index} is busy with batch {self.batch.id}")
         self.batch = batch
-        self._requests = requests
         self._layer = 0
         self._spans = [Span(segment.start, segment.length) for segment in batch.segments]
-        self._kvs = [
-            PromptKV(
-                self._model.config,
-                length=len(request.token_ids),
-                dtype=self._model.dtype,
-                keep=request.kv_path is not None,
-            )
-            for request in requests
-        ]
-        token_ids = [
-            token
-            for request, span in zip(requests, self._spans, strict=True)
-            for token in request.token_ids[span.start : span.start + span.length]
-        ]
+        self._prompts = [self._prompt(request) for request in requests]
+        self._kvs = [prompt.kv for prompt in self._prompts]
+        pairs = list(zip(self._prompts, self._spans, strict=True))
+        token_ids = [token for prompt, span in pairs for token in prompt.tokens(span)]
         positions = [torch.arange(span.start, span.start + span.length) for span in self._spans]
-        self._token_ids = torch.tensor(token_ids)
-        self._hidden = self._model.embed(self._token_ids)
+        self._hidden = self._model.embed(torch.tensor(token_ids))
         self._rope = self._model.rope(torch.cat(positions))
 
     def advance(self) -> list[PrefillResult] | None:
@@ -108,6 +92,11 @@ class Lane:
             raise ValueError(f"{arrival} came to lane {self.index}, which awaits nothing")
         self._exchange.take(arrival, self._routed_sum)
 
+    def _prompt(self, request: PrefillRequest) -> Prompt:
+        if request.key in self._unfinished:
+            return self._unfinished.pop(request.key)
+        return Prompt(request, self._model)
+
     def _dispatch(self, batch: int) -> None:
         routed = self._model.route(self._layer, self._hidden)
         self._exchange = Exchange(
@@ -121,49 +110,16 @@ class Lane:
         )
         self._exchange.send()
         shared = self._model.shared(self._layer, routed.x)  # while the experts compute
-        self._routed_sum = torch.zeros_like(self._hidden) if shared is None else shared
+        self._routed_sum: Tensor = torch.zeros_like(self._hidden) if shared is None else shared
 
     def _finish(self) -> list[PrefillResult]:
         results = []
-        row = 0
-        for request, span, kv in zip(self._requests, self._spans, self._kvs, strict=True):
-            rows = slice(row, row + span.length)
-            results.append(self._result(request, kv, self._hidden[rows], self._token_ids[rows]))
-            row += span.length
-        del self._hidden, self._kvs, self._rope, self._requests
+        rows = self._hidden.split([span.length for span in self._spans])
+        for prompt, span, hidden in zip(self._prompts, self._spans, rows, strict=True):
+            result = prompt.finish(span, hidden, self._model, self._kv_metadata)
+            if result is None:
+                self._unfinished[prompt.request.key] = prompt
+            else:
+                results.append(result)
+        del self._hidden, self._rope, self._prompts, self._kvs
         return results
-
-    def _result(
-        self, request: PrefillRequest, kv: PromptKV, hidden: Tensor, token_ids: Tensor
-    ) -> PrefillResult:
-        logits = self._model.logits(hidden[-1:])
-        token = choose(logits[0], request.sampling)
-        top = None
-        if request.logprobs is not None:
-            top = token_logprobs(logits, torch.tensor([token]), request.logprobs)[0]
-        prompt_logprobs = None
-        if request.prompt_logprobs is not None:
-            prompt_logprobs = self._prompt_logprobs(hidden, token_ids, request.prompt_logprobs)
-        file = None
-        if request.kv_path is not None:
-            try:
-                file = write_kv(
-                    Path(request.kv_path),
-                    kv.tensors(),
-                    request.token_ids,
-                    self._kv_metadata,
-                )
-            except RunError as error:  # the disk's trouble, and this prompt's alone
-                return PrefillResult(request.key, error=str(error))
-        return PrefillResult(request.key, token, top, prompt_logprobs, file)
-
-    def _prompt_logprobs(
-        self, hidden: Tensor, token_ids: Tensor, top: int
-    ) -> list[list[TokenLogprob] | None]:
-        """Of every prompt token given those before it, in chunks of LOGITS_ROWS; first is None."""
-        entries: list[list[TokenLogprob] | None] = [None]
-        for start in range(0, len(hidden) - 1, LOGITS_ROWS):
-            stop = min(start + LOGITS_ROWS, len(hidden) - 1)
-            logits = self._model.logits(hidden[start:stop])
-            entries.extend(token_logprobs(logits, token_ids[start + 1 : stop + 1], top))
-        return entries

@@ -1,0 +1,71 @@
+"""A prompt in an attention rank: its keys and values, and what its tokens have told so far."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.control.messages import KvFile, PrefillRequest, PrefillResult, TokenLogprob
+from engine.errors import RunError
+from engine.kv.export import write_kv
+from engine.model.attention import AttentionModel
+from engine.model.kv import PromptKV
+from engine.model.spans import Span
+from engine.worker.first_token import choose, token_logprobs
+
+# Rows of [rows, vocabulary] float32 that exist at once for prompt log-probabilities.
+LOGITS_ROWS = 256
+
+
+class Prompt:
+    """Lives from its first segment to its last, which may be the same one."""
+
+    def __init__(self, request: PrefillRequest, model: AttentionModel) -> None:
+        self.request = request
+        self.kv = PromptKV(
+            model.config,
+            length=len(request.token_ids),
+            dtype=model.dtype,
+            keep=request.kv_path is not None,
+        )
+        self._logprobs: list[list[TokenLogprob] | None] = [None]  # nothing precedes the first
+
+    def tokens(self, span: Span) -> list[int]:
+        return self.request.token_ids[span.start : span.start + span.length]
+
+    def finish(
+        self, span: Span, hidden: Tensor, model: AttentionModel, kv_metadata: Mapping[str, str]
+    ) -> PrefillResult | None:
+        """Takes the rows [n, H] of `span` after the last layer; the result if it was the last."""
+        request = self.request
+        if request.prompt_logprobs is not None:
+            self._score(span, hidden, model, request.prompt_logprobs)
+        if span.start + span.length < len(request.token_ids):
+            return None
+        logits = model.logits(hidden[-1:])
+        token = choose(logits[0], request.sampling)
+        top = None
+        if request.logprobs is not None:
+            top = token_logprobs(logits, torch.tensor([token]), request.logprobs)[0]
+        try:
+            kv = self._write_kv(kv_metadata)
+        except RunError as error:  # the disk's trouble, and this prompt's alone
+            return PrefillResult(request.key, error=str(error))
+        scores = None if request.prompt_logprobs is None else self._logprobs
+        return PrefillResult(request.key, token, top, scores, kv)
+
+    def _score(self, span: Span, hidden: Tensor, model: AttentionModel, top: int) -> None:
+        """Log-probabilities of the tokens that follow the rows of `span`, a few rows at a time."""
+        following = torch.tensor(self.tokens(Span(span.start + 1, span.length)))
+        for rows, targets in zip(
+            hidden[: len(following)].split(LOGITS_ROWS), following.split(LOGITS_ROWS), strict=True
+        ):
+            if len(targets):
+                self._logprobs.extend(token_logprobs(model.logits(rows), targets, top))
+
+    def _write_kv(self, metadata: Mapping[str, str]) -> KvFile | None:
+        path = self.request.kv_path
+        if path is None:
+            return None
+        return write_kv(Path(path), self.kv.tensors(), self.request.token_ids, metadata)
