@@ -35,7 +35,9 @@ def test_every_help_fits_a_screen_and_has_an_example(invoke: Invoke, command: li
         assert result.exit_code == 0
         assert "Example" in result.stdout
         assert "asapctl" in result.stdout
-        assert max(map(len, result.stdout.splitlines())) <= 80
+        # A command to copy stays on one line, however long.
+        wrapped = [line for line in result.stdout.splitlines() if "  asapctl " not in line]
+        assert max(map(len, wrapped)) <= 80
         assert "\x1b" not in result.stdout
 
 

@@ -102,17 +102,35 @@ def test_longest_prompt_is_what_fits_and_says_so(demo: Path) -> None:
         plan(demo, *one_more, topology=topology, machine=tight)
 
 
-def test_exported_caches_count(demo: Path) -> None:
-    bare, kept = plan(demo), plan(demo, kv=True)
+@pytest.mark.parametrize(
+    ("overrides", "held"),
+    [
+        (["schedule.lanes=3"], 3 * 16384),  # each lane may hold one prompt that is just not alone
+        (["schedule.exclusive_tokens=4096"], 32768),  # a long prompt alone
+        (["schedule.lanes=3", "model.max_model_len=100"], 3 * 4096),  # full batches
+    ],
+)
+def test_exported_caches_count(demo: Path, overrides: list[str], held: int) -> None:
+    bare, kept = plan(demo, *overrides), plan(demo, *overrides, kv=True)
     per_token = 4 * 2 * 2 * 32 * 4  # layers, key and value, heads, features, bytes
     for before, after in zip(bare.ranks, kept.ranks, strict=True):
-        held = 2 * 16384 if before.id.role == "attention" else 0  # two lanes, 16384 in each
-        assert after.total - before.total == held * per_token
+        tokens = held if before.id.role == "attention" else 0
+        assert after.total - before.total == tokens * per_token
+
+
+def test_a_working_set_holds_every_lane_or_the_longest_prompt(demo: Path) -> None:
+    def working_set(*overrides: str) -> int:
+        return plan(demo, *overrides).ranks[0].working_set_bytes
+
+    one = working_set("schedule.lanes=1", "schedule.exclusive_tokens=32768")
+    assert working_set("schedule.lanes=3", "schedule.exclusive_tokens=32768") == 3 * one
+    assert working_set("schedule.lanes=1", "schedule.exclusive_tokens=4096") == one
 
 
 def test_auto_shrinks_to_the_memory_there_is(demo: Path) -> None:
     made = plan(demo, machine=Machine(64, GIB))
     assert made.groups < 8
+    assert abs(made.groups - len(made.experts)) <= 1
     assert made.memory_needed <= GIB
     assert any("memory has no room for more" in note for note in made.notes)
     small = plan(demo, "attention.groups=4", "experts.ranks=8", machine=Machine(8, 2 * GIB))

@@ -84,6 +84,10 @@ def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
             "[schedule] max_wait_ms: expected a number from 0 to 3600000, got nan",
         ),
         (
+            "[schedule]\nmax_wait_ms = inf",
+            "[schedule] max_wait_ms: expected a number from 0 to 3600000, got inf",
+        ),
+        (
             '[model]\npath = ""',
             '[model] path: expected a string that is not empty, got ""',
         ),
