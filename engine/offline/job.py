@@ -127,7 +127,8 @@ def _make_plan(options: Options, watcher: Watcher) -> "Plan":
     from engine.topology.load import DEFAULT_TOPOLOGY, load_topology
 
     topology = load_topology(options.topology or DEFAULT_TOPOLOGY, options.overrides)
-    plan = make_plan(topology, find_model_dir(topology, options.model, watcher.note))
+    model_dir = find_model_dir(topology, options.model, watcher.note)
+    plan = make_plan(topology, model_dir, keep_kv=options.kv_dir is not None)
     for note in plan.notes:
         watcher.note(note)
     return plan
