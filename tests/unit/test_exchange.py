@@ -12,7 +12,7 @@ from engine.comm.primitives import Arrival
 from engine.comm.routing import RankDispatch
 from engine.worker.exchange import Exchange
 
-HIDDEN, EXPERTS, TOP_K = 8, 6, 2
+HIDDEN, EXPERTS, TOP_K = 8, 6, 4  # so that a token's sum has three parts
 BOUNDS = (range(0, 3), range(3, 5), range(5, 6))
 
 
