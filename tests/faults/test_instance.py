@@ -118,8 +118,9 @@ def test_one_group_runs_ahead_of_another_at_the_same_expert_rank(
 ) -> None:
     """Group 0 is stopped in the middle; group 1 goes through all layers meanwhile."""
     monkeypatch.setenv("ASAPCTL_LOG", "debug")
-    long, short = token_ids(1000), token_ids(9)
-    overrides = layout(2, 1, "schedule.exclusive_tokens=8", "comm.window_tokens=32")
+    long, short = token_ids(1024), token_ids(9)
+    # Windows of one token: a layer of the long prompt takes a thousand round trips, time to stop it.
+    overrides = layout(2, 1, "schedule.exclusive_tokens=8", "comm.window_tokens=1")
     with instance(checkpoint(FAMILY), overrides) as client:
         (folder,) = (runtime / "asapctl").iterdir()
         log = folder / "logs" / "expert-0.log"
@@ -131,11 +132,10 @@ def test_one_group_runs_ahead_of_another_at_the_same_expert_rank(
         wait_for(lambda: bool(served(0)), "group 0 reached the expert rank")
         attention = psutil.Process(pid_of(client, RankId("attention", 0)))
         attention.suspend()
-        stopped_at = served(0)[-1]
         client.submit([PrefillRequest(1, short)])
         assert set(collect(client, 1)) == {1}
-        assert served(1) == [0, 1, 2]
-        assert served(0)[-1] == stopped_at < 2
+        assert sorted(set(served(1))) == [0, 1, 2]
+        assert max(served(0)) < 2
         attention.resume()
         assert set(collect(client, 1)) == {0}
 
