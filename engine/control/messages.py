@@ -4,7 +4,7 @@ One tagged msgpack struct a message (`encode`, `decode`); the tag is the class n
 that does not decode is refused, never guessed at.
 """
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -93,6 +93,22 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     """Asks for one Snapshot."""
 
 
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for these any more: what has not started never will, and no result comes."""
+
+    keys: list[int]
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """Take no more requests, finish those that are here, then end the instance."""
+
+
+class StartTrace(msgspec.Struct, frozen=True, tag=True):
+    """Record spans in every rank for `seconds`; one TraceReport comes afterwards."""
+
+    seconds: float
+
+
 # --- controller -> client --------------------------------------------------------------------
 
 
@@ -100,26 +116,136 @@ class Results(msgspec.Struct, frozen=True, tag=True):
     results: list[PrefillResult]
 
 
+class LaneStatus(msgspec.Struct, frozen=True):
+    """What a lane of an attention rank holds."""
+
+    lane: int
+    batch: int
+    tokens: int
+    layer: int
+
+
+class HotExpert(msgspec.Struct, frozen=True):
+    """The expert of a rank with the most tokens so far, of all layers together.
+
+    imbalance: its tokens over the mean of the rank's experts, 1 when all have the same.
+    """
+
+    expert: int
+    tokens: int
+    imbalance: float
+
+
+RankState: TypeAlias = Literal["starting", "idle", "computing", "waiting", "stalled", "dead"]
+
+
 class RankStatus(msgspec.Struct, frozen=True):
-    """busy: share of the time since the first batch that the rank computed, 0 to 1."""
+    """What is known of a rank.
+
+    busy, waits: shares of the time since the first batch that the rank computed, and that it
+    waited with work in its hands; 0 to 1. recent_busy, recent_waits: the same of the last seconds.
+    queue: work items that an expert rank has not served; serving: their layers. deaths: how often
+    it was started again.
+    """
 
     id: RankId
     pid: int
     ready: bool
+    state: RankState = "starting"
     load_seconds: float = 0.0
     busy_seconds: float = 0.0
     busy: float = 0.0
+    waits: float = 0.0
+    recent_busy: float = 0.0
+    recent_waits: float = 0.0
     tokens: int = 0
+    tokens_per_s: float = 0.0
     work_items: int = 0
+    lanes: list[LaneStatus] = []
+    queue: int = 0
+    serving: list[int] = []
+    hottest: HotExpert | None = None
+    memory_bytes: int = 0
+    deaths: int = 0
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Of `count` prompts, seconds."""
+
+    count: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+
+class HistoryPoint(msgspec.Struct, frozen=True):
+    """One second: prompt tokens per second, and mean busy share of each role, 0 to 1."""
+
+    tokens_per_s: float
+    attention_busy: float
+    expert_busy: float
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """How an instance stands.
+
+    ttft: of the last minute, from submission to result. tokens_per_s: prompt tokens of the last
+    ten seconds. goodput: prompts per second of the last minute that met `ttft_slo_s`; without a
+    target, prompts per second. quitting: no more requests are taken. problems: what is wrong, in
+    sentences; empty is healthy. history: the last minute, oldest first.
+    """
+
     ready: bool
     waiting: int
     running: int
     finished: int
     failed: int
     ranks: list[RankStatus]
+    uptime_s: float = 0.0
+    prompt_tokens: int = 0
+    tokens_per_s: float = 0.0
+    ttft: Latency = Latency()
+    goodput: float = 0.0
+    ttft_slo_s: float | None = None
+    quitting: bool = False
+    problems: list[str] = []
+    history: list[HistoryPoint] = []
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something that a rank did, for a trace. Times in seconds on the machine's monotonic clock.
+
+    what: "attend", "dispatch", "shared", "combine", "finish", "serve", "wait". The rest says of
+    which batch, lane, layer and tile, -1 where that has no meaning; peer is the other rank.
+    """
+
+    what: str
+    start: float
+    end: float
+    batch: int = -1
+    lane: int = -1
+    layer: int = -1
+    tile: int = -1
+    peer: int = -1
+    tokens: int = 0
+
+
+class RankSpans(msgspec.Struct, frozen=True):
+    """dropped: spans that were not recorded because there were too many."""
+
+    id: RankId
+    pid: int
+    spans: list[Span]
+    dropped: int = 0
+
+
+class TraceReport(msgspec.Struct, frozen=True, tag=True):
+    """The spans of every rank that answered, between `start` and `end` (monotonic seconds)."""
+
+    start: float
+    end: float
+    ranks: list[RankSpans]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -160,11 +286,24 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Counters since start: seconds of computing, tokens and work items (or layers) done."""
+    """How a rank stands: counters since its start, and what it is about to do.
+
+    busy_seconds, wait_seconds: computing, and blocked with work in its hands. predicted_s: how
+    long the next step should take. waits_for: expert ranks that owe this attention rank a combine.
+    """
 
     busy_seconds: float
     tokens: int
     work_items: int
+    wait_seconds: float = 0.0
+    state: Literal["idle", "computing", "waiting"] = "idle"
+    predicted_s: float = 0.0
+    waits_for: list[int] = []
+    lanes: list[LaneStatus] = []
+    queue: int = 0
+    serving: list[int] = []
+    hottest: HotExpert | None = None
+    memory_bytes: int = 0
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True):
@@ -191,12 +330,62 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End now; nothing is running any more or nothing of it matters."""
 
 
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Record spans from now on for `seconds`, then send them as Spans."""
+
+    seconds: float
+
+
+class Spans(msgspec.Struct, frozen=True, tag=True):
+    """rank -> controller: answers a Record."""
+
+    spans: RankSpans
+
+
+# --- supervisor <-> controller ---------------------------------------------------------------
+
+
+class Supervise(msgspec.Struct, frozen=True, tag=True):
+    """Sent once by the supervisor: it reports deaths, and gets KillRank and Ended."""
+
+
+class RankDied(msgspec.Struct, frozen=True, tag=True):
+    """A rank's process ended. A new one is being started as `successor`.
+
+    batch: what it was computing at that moment, None when nothing. work_items: how many it had
+    finished in this life.
+    """
+
+    id: RankId
+    successor: RankId
+    reason: str
+    batch: int | None
+    work_items: int
+
+
+class KillRank(msgspec.Struct, frozen=True, tag=True):
+    """The supervisor is to kill this rank, which then is started again as after any death."""
+
+    id: RankId
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The instance is over: all is done after a Quit (`reason` None), or it cannot go on."""
+
+    reason: str | None = None
+
+
 Message: TypeAlias = (
     Submit
     | Drain
     | Watch
+    | Cancel
+    | Quit
+    | StartTrace
     | Results
     | Snapshot
+    | TraceReport
     | Refused
     | Hello
     | Ready
@@ -205,6 +394,12 @@ Message: TypeAlias = (
     | Welcome
     | Run
     | Stop
+    | Record
+    | Spans
+    | Supervise
+    | RankDied
+    | KillRank
+    | Ended
 )
 
 encode = msgspec.msgpack.Encoder().encode
