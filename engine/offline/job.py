@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from engine.api.answers import AnswerWriter
+from engine.api.parameters import MAX_LOGPROBS
+from engine.api.parse import Limits, Parser
+from engine.api.tokenizer import load_tokenizer
 from engine.control.messages import Snapshot
 from engine.errors import UsageError
 from engine.kv.manifest import Manifest
 from engine.offline.lines import LineReader
 from engine.offline.output import open_output, standard_output
-from engine.offline.parameters import MAX_LOGPROBS
-from engine.offline.parse import Limits, Parser
 from engine.offline.paths import check_unchanged, choose_output, no_prompts, open_input
 from engine.offline.records import RecordWriter
 from engine.offline.resume import take_stock
 from engine.offline.runner import Engine, KvOutput, Runner, Window
 from engine.offline.stats import Summary, Tally, summarize
-from engine.offline.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from engine.launch.plan import Plan
@@ -77,10 +78,12 @@ def run_job(options: Options, watcher: Watcher) -> Summary:
             reader := LineReader(source.fd),
             Parser(_limits(plan, options), tokenizer),
             RecordWriter(
-                tokenizer,
-                model=plan.model_dir.name,
-                eos_token_ids=plan.config.eos_token_ids,
-                fingerprint=fingerprint,
+                AnswerWriter(
+                    tokenizer,
+                    model=plan.model_dir.name,
+                    eos_token_ids=plan.config.eos_token_ids,
+                    fingerprint=fingerprint,
+                )
             ),
             output,
             lambda: _start(plan, watcher),

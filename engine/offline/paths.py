@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from engine.api.ids import id_hash
 from engine.errors import UsageError
 from engine.offline.forms import read_line
-from engine.offline.ids import id_hash
 from engine.offline.lines import LineReader
 from engine.offline.resume import Done, changed_line
 

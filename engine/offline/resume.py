@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from engine.api.ids import id_hash
+from engine.api.types import Origin
 from engine.errors import RunError, UsageError
-from engine.offline.ids import id_hash
 from engine.offline.output import Output, replace
-from engine.offline.types import Origin
 
 _START = b'{"id":"batch_req_'
 _REMEDY = "run it with the same ones, choose another -o, or start anew with --overwrite"

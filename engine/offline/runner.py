@@ -12,19 +12,19 @@ from typing import Protocol
 
 import msgspec
 
+from engine.api.ids import id_hash
+from engine.api.parse import Parser
+from engine.api.types import Origin, Prompt, RequestError
 from engine.control.messages import PrefillRequest, PrefillResult, RankStatus, Snapshot
 from engine.errors import RunError
 from engine.kv.manifest import Manifest
 from engine.kv.naming import kv_file_name
-from engine.offline.forms import read_line
-from engine.offline.ids import id_hash
+from engine.offline.forms import read_line, split_form
 from engine.offline.lines import Line, LineReader
 from engine.offline.output import Output
-from engine.offline.parse import Parser
 from engine.offline.records import RecordWriter
 from engine.offline.resume import Done, changed_line
 from engine.offline.stats import Tally
-from engine.offline.types import LineError, Origin, Prompt
 
 _POLL_S = 0.1
 _SNAPSHOT_S = 0.5
@@ -154,10 +154,11 @@ class Runner:
             if self._is_done(origin):
                 self.tally.skipped += 1
                 return None
-            if isinstance(document, LineError):
+            if isinstance(document, RequestError):
                 raise document
-            return self._parser.parse(origin, document)
-        except LineError as failure:
+            (prompt,) = self._parser.parse(origin, *split_form(document))
+            return prompt
+        except RequestError as failure:
             self._output.append(self._writer.failure(origin, failure))
             self.tally.failed += 1
             return None
@@ -165,7 +166,7 @@ class Runner:
     def _check_new(self, origin: Origin) -> None:
         key = id_hash(origin.custom_id)
         if key in self._seen:
-            raise LineError(
+            raise RequestError(
                 f"the id {origin.custom_id!r} was used by an earlier line",
                 param="custom_id",
                 code="duplicate_id",

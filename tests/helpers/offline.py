@@ -4,6 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from engine.api import pieces
+from engine.api.answers import AnswerWriter
+from engine.api.chat_template import ChatTemplate
+from engine.api.parse import Limits, Parser
+from engine.api.pieces import Piece
+from engine.api.tokenizer import Tokenizer
 from engine.control.messages import (
     PrefillRequest,
     PrefillResult,
@@ -11,13 +17,8 @@ from engine.control.messages import (
     Snapshot,
     TokenLogprob,
 )
-from engine.offline import pieces
-from engine.offline.chat_template import ChatTemplate
 from engine.offline.lines import Line
-from engine.offline.parse import Limits, Parser
-from engine.offline.pieces import Piece
 from engine.offline.records import RecordWriter
-from engine.offline.tokenizer import Tokenizer
 from engine.topology.ranks import RankId
 
 VOCABULARY = 256
@@ -53,7 +54,11 @@ def parser(tokenizer: Tokenizer | None = None, **limits: Any) -> Parser:
 
 
 def writer(tokenizer: Tokenizer | None = None) -> RecordWriter:
-    return RecordWriter(
+    return RecordWriter(answers(tokenizer))
+
+
+def answers(tokenizer: Tokenizer | None = None) -> AnswerWriter:
+    return AnswerWriter(
         tokenizer or byte_tokenizer(), model="tiny", eos_token_ids=[EOS], fingerprint=FINGERPRINT
     )
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.api.types import Origin, Prompt, RequestError
 from engine.control.messages import PrefillResult, Sampling
 from engine.errors import RunError, UsageError
 from engine.offline.output import Output, open_output
 from engine.offline.resume import Done, take_stock
-from engine.offline.types import LineError, Origin, Prompt
 from helpers.offline import FINGERPRINT, writer
 
 
@@ -23,7 +23,7 @@ def good(name: str, line: str = "00") -> bytes:
 
 
 def bad(name: str) -> bytes:
-    return writer().failure(origin(name), LineError("no"))
+    return writer().failure(origin(name), RequestError("no"))
 
 
 def stock(path: Path, fingerprint: str = FINGERPRINT, overwrite: bool = False) -> Done:

@@ -3,23 +3,24 @@ from typing import Any
 
 import pytest
 
-from engine.offline.chat_template import ChatTemplate
-from engine.offline.forms import read_line
-from engine.offline.tokenizer import Tokenizer
-from engine.offline.types import LineError, Prompt
+from engine.api.chat_template import ChatTemplate
+from engine.api.tokenizer import Tokenizer
+from engine.api.types import Prompt, RequestError
+from engine.offline.forms import read_line, split_form
 from helpers.offline import BOS, ByteCodec, byte_tokenizer, line, parser
 
 
 def parse(document: Any, tokenizer: Tokenizer | None = None, **limits: Any) -> Prompt:
     data = document if isinstance(document, bytes) else json.dumps(document).encode()
     origin, content = read_line(line(data, number=7))
-    if isinstance(content, LineError):
+    if isinstance(content, RequestError):
         raise content
-    return parser(tokenizer, **limits).parse(origin, content)
+    (prompt,) = parser(tokenizer, **limits).parse(origin, *split_form(content))
+    return prompt
 
 
-def refusal(document: Any, tokenizer: Tokenizer | None = None) -> LineError:
-    with pytest.raises(LineError) as caught:
+def refusal(document: Any, tokenizer: Tokenizer | None = None) -> RequestError:
+    with pytest.raises(RequestError) as caught:
         parse(document, tokenizer)
     assert caught.value.status == 400
     return caught.value
@@ -106,7 +107,7 @@ def test_batch_lines_of_the_wrong_shape(change: dict[str, Any], param: str) -> N
 
 def test_a_line_over_the_limit() -> None:
     origin, content = read_line(line(None, number=3))
-    assert isinstance(content, LineError)
+    assert isinstance(content, RequestError)
     assert (origin.custom_id, content.code) == ("line-3", "too_long")
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from engine.api.tokenizer import Tokenizer
+from engine.api.types import Kind, Origin, Prompt, RequestError
 from engine.control.messages import KvFile, PrefillResult, Sampling, TokenLogprob
-from engine.offline.tokenizer import Tokenizer
-from engine.offline.types import Kind, LineError, Origin, Prompt
 from helpers.offline import EOS, FINGERPRINT, writer
 
 ORIGIN = Origin(4, "idé\u2028", "batch_req_" + "ab" * 16)
@@ -136,7 +136,7 @@ def test_the_kv_file_is_named() -> None:
 
 
 def test_a_line_that_cannot_be_done() -> None:
-    failure = LineError("top_k is odd", param="top_k", code="invalid_value")
+    failure = RequestError("top_k is odd", param="top_k", code="invalid_value")
     record = json.loads(writer().failure(ORIGIN, failure))
     assert record["response"]["status_code"] == 400
     assert record["response"]["body"]["error"] == {

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from engine.api.tokenizer import load_tokenizer
+from engine.api.types import RequestError
 from engine.errors import UsageError
-from engine.offline.tokenizer import load_tokenizer
-from engine.offline.types import LineError
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MESSAGES = [{"role": "system", "content": "be <b> \u2028"}, {"role": "user", "content": " hé 語"}]
@@ -65,7 +65,7 @@ def test_texts_and_chats_are_tokenised_as_transformers_does(tmp_path: Path) -> N
 
 def test_a_template_can_refuse_a_message(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(byte_level(tmp_path, chat_template=TEMPLATE))
-    with pytest.raises(LineError, match="no tools here"):
+    with pytest.raises(RequestError, match="no tools here"):
         tokenizer.encode_chat([{"role": "tool", "content": "x"}])
 
 
@@ -85,14 +85,14 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
 def test_checkpoints_without_a_template(tmp_path: Path) -> None:
     for template, words in ((None, "no chat template"), ("{% if %}", "cannot be read")):
         tokenizer = load_tokenizer(byte_level(tmp_path, chat_template=template))
-        with pytest.raises(LineError, match=words):
+        with pytest.raises(RequestError, match=words):
             tokenizer.encode_chat(MESSAGES)
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     tokenizer = load_tokenizer(byte_level(tmp_path, chat_template=template))
-    with pytest.raises(LineError, match="unsafe"):
+    with pytest.raises(RequestError, match="unsafe"):
         tokenizer.encode_chat(MESSAGES)
 
 
@@ -145,7 +145,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 def test_without_any_tokenizer_file(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
-    with pytest.raises(LineError, match=r"no tokenizer\.json"):
+    with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         tokenizer.encode("a")
     assert not tokenizer.piece(3).known
 

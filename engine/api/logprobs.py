@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from engine.api.tokenizer import Tokenizer
 from engine.control.messages import TokenLogprob
-from engine.offline.tokenizer import Tokenizer
 
 # What OpenAI and vLLM write for a token that cannot be: JSON has no infinity.
 LOWEST = -9999.0

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from engine.offline.types import Kind, LineError
+from engine.api.types import Kind, RequestError
 
 MAX_LOGPROBS = 20
 
@@ -80,7 +80,7 @@ _REASONS = {
 
 
 def parse_parameters(kind: Kind, body: dict[str, Any]) -> Completion | Chat:
-    """The parameters that are used. Raises LineError (400) that names the parameter."""
+    """The parameters that are used. Raises RequestError (400) that names the parameter."""
     shape: type[Completion | Chat] = Chat if kind == "chat" else Completion
     used = {}
     for name, value in body.items():
@@ -104,12 +104,12 @@ def token_limit(parameters: Common) -> int:
         if (value := getattr(parameters, name)) is not None
     }
     if len(set(given.values())) > 1:
-        raise LineError(
+        raise RequestError(
             "max_tokens and max_completion_tokens differ", param="max_tokens", code="invalid_value"
         )
     for name, value in given.items():
         if value > 1:
-            raise LineError(
+            raise RequestError(
                 f"{name} is {value}, but this is a prefill instance: it computes the prompt and "
                 "its first token. Use 1 (the default) or 0",
                 param=name,
@@ -123,11 +123,11 @@ def _check_unused(name: str, value: object) -> None:
     if name in _FREE:
         return
     if name not in _NEUTRAL:
-        raise LineError(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+        raise RequestError(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
     if value is None or any(_same(value, neutral) for neutral in _NEUTRAL[name]):
         return
     reason = _REASONS.get(name, "it cannot matter to a prefill instance, which gives one token")
-    raise LineError(
+    raise RequestError(
         f"{name} = {value!r:.80} is refused: {reason}", param=name, code="unsupported_parameter"
     )
 
@@ -140,13 +140,13 @@ def _same(value: object, neutral: object) -> bool:
 def _check_finite(parameters: Common) -> None:
     # JSON has no infinity, but a temperature of 1e308 would overflow float32 all the same.
     if parameters.temperature is not None and parameters.temperature > 1e6:
-        raise LineError("temperature is too large", param="temperature", code="invalid_value")
+        raise RequestError("temperature is too large", param="temperature", code="invalid_value")
 
 
-def _invalid(message: str) -> LineError:
+def _invalid(message: str) -> RequestError:
     """msgspec's message, with the parameter it is about taken from its path (`$.top_p`)."""
     problem, _, path = message.partition(" - at `$.")
     path = path.rstrip("`")
     param = path.split("[")[0].split(".")[0] or None
     text = f"{path}: {problem[0].lower()}{problem[1:]}" if param else problem
-    return LineError(text, param=param, code="invalid_type")
+    return RequestError(text, param=param, code="invalid_type")

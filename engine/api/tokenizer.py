@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from engine.api import pieces
+from engine.api.chat_template import ChatTemplate, load_chat_template, special_tokens
+from engine.api.pieces import Piece
+from engine.api.types import RequestError
 from engine.errors import UsageError
-from engine.offline import pieces
-from engine.offline.chat_template import ChatTemplate, load_chat_template, special_tokens
-from engine.offline.pieces import Piece
-from engine.offline.types import LineError
 
 
 class Codec(Protocol):
@@ -34,7 +34,7 @@ class Tokenizer:
         self._pieces: dict[int, Piece] = {}  # no larger than the vocabulary
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises LineError when the checkpoint has no tokenizer."""
+        """Raises RequestError when the checkpoint has no tokenizer."""
         return self._readable().encode(text, add_special_tokens)
 
     def encode_chat(
@@ -44,10 +44,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         options: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Raises LineError: no tokenizer, no template, or messages that it refuses."""
+        """Raises RequestError: no tokenizer, no template, or messages that it refuses."""
         codec = self._readable()
         if isinstance(self._template, str):
-            raise LineError(self._template, param="messages", code="no_chat_template")
+            raise RequestError(self._template, param="messages", code="no_chat_template")
         text = self._template.render(
             messages, add_generation_prompt=add_generation_prompt, options=options
         )
@@ -65,7 +65,7 @@ class Tokenizer:
 
     def _readable(self) -> Codec:
         if isinstance(self._codec, str):
-            raise LineError(
+            raise RequestError(
                 f"{self._codec}; only prompt_token_ids can be used", code="no_tokenizer"
             )
         return self._codec

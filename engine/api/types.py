@@ -1,4 +1,4 @@
-"""The plain types that parsing, the loop and the records share."""
+"""The plain types that parsing, tokenising and the answers share."""
 
 from typing import Literal, TypeAlias
 
@@ -9,8 +9,8 @@ from engine.control.messages import Sampling
 Kind: TypeAlias = Literal["completion", "chat"]
 
 
-class LineError(Exception):
-    """Why one line cannot be done. Becomes the line's error record; never leaves this package.
+class RequestError(Exception):
+    """Why one request cannot be done. Becomes its answer; whoever parses catches it.
 
     param: the parameter at fault, code: a short machine-readable reason; both as in OpenAI's
     error object.
@@ -27,15 +27,23 @@ class LineError(Exception):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a record belongs: the line's number, its id (or `line-N`) and its record's id."""
+    """Where a request comes from: the line's number, its id (or `line-N`) and its record's id.
+
+    A request over HTTP has number 0 and its own id for both.
+    """
 
     number: int
     custom_id: str
     record: str
 
+    @property
+    def suffix(self) -> str:
+        """What the ids of the request and of its answer share."""
+        return self.record.removeprefix("batch_req_")
+
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A line that is ready to run. logprobs and prompt_logprobs: alternatives, None for none."""
+    """A request that is ready to run. logprobs and prompt_logprobs: alternatives, None for none."""
 
     origin: Origin
     kind: Kind
@@ -44,4 +52,4 @@ class Prompt(msgspec.Struct, frozen=True):
     max_tokens: int  # 0 or 1
     logprobs: int | None
     prompt_logprobs: int | None
-    model: str | None  # as the line names it; recorded, not matched
+    model: str | None  # as the request names it; recorded, not matched

@@ -16,7 +16,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.offline.types import LineError
+from engine.api.types import RequestError
 
 
 class _Generation(jinja2.ext.Extension):
@@ -52,13 +52,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: dict[str, Any] | None = None,
     ) -> str:
-        """The text of the conversation. Raises LineError when the template refuses it."""
+        """The text of the conversation. Raises RequestError when the template refuses it."""
         names = {**self._special_tokens, **(options or {})}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(names)
-        except Exception as error:  # the template is foreign code; any failure is this line's
-            raise LineError(
+        except Exception as error:  # the template is foreign code; any failure is this request's
+            raise RequestError(
                 f"the chat template refused the messages: {error}",
                 param="messages",
                 code="chat_template",
