@@ -7,7 +7,7 @@
 Each (attention rank, expert rank, lane) has one region. It is busy from dispatch_send until
 combine_add: a dispatch carries the credit for its own combine, so combine_send never waits.
 
-Nothing here blocks but warm_up. A loop drains (`combine_recv`, `dispatch_recv`) until nothing
+Nothing here blocks but warm_up, for as long as it is told. A loop drains (`combine_recv`, `dispatch_recv`) until nothing
 more comes and only then polls `socket`: bells that came during warm_up are handed out by the
 next drain and no longer make the socket readable.
 """
@@ -120,10 +120,14 @@ class AttentionEndpoint(Protocol):
         tile's arrivals in rank order: then bits do not depend on which came first.
         """
 
-    def warm_up(self, deadline_s: float) -> None:
+    @property
+    def cold(self) -> list[RankId]:
+        """The expert ranks that have not been heard of since they were connected."""
+
+    def warm_up(self, wait_s: float) -> list[RankId]:
         """Rings every expert rank that has not answered yet and waits for the answers.
 
-        deadline_s: seconds from now. RunError names the ranks that did not answer by then.
+        Returns those that are still `cold` after `wait_s` seconds.
         """
 
     def reconnect(self, peer: Peer) -> list[Arrival]:
@@ -153,8 +157,15 @@ class ExpertEndpoint(Protocol):
     def combine_send(self, item: WorkItem) -> None:
         """Announces `out`. Once for each item; nothing happens when it is not current."""
 
-    def warm_up(self, deadline_s: float) -> None:
-        """Waits until every attention rank has rung, and answers. As AttentionEndpoint's."""
+    @property
+    def cold(self) -> list[RankId]:
+        """The attention ranks that have not rung since they were connected."""
+
+    def warm_up(self, wait_s: float) -> list[RankId]:
+        """Waits until every attention rank has rung, and answers. As AttentionEndpoint's.
+
+        Answering is a part of dispatch_recv, so a rank that serves need not call this.
+        """
 
     def reconnect(self, peer: Peer) -> None:
         """Switches to another life of an attention rank; items of the old one become void."""

@@ -12,6 +12,7 @@ from engine.comm.endpoint import Endpoint
 from engine.comm.primitives import Arrival, Peer, Work, WorkItem
 from engine.comm.routing import RankDispatch
 from engine.errors import RunError
+from engine.topology.ranks import RankId
 
 
 @dataclass
@@ -86,11 +87,13 @@ class ShmAttentionEndpoint(Endpoint[_Flight]):
         into.index_add_(0, rows, segment.to(into.dtype))
         del self._busy[arrival.expert, arrival.lane]
 
-    def warm_up(self, deadline_s: float) -> None:
-        self._warm_up(Kind.COMBINE, deadline_s, rings=True)
+    def warm_up(self, wait_s: float) -> list[RankId]:
+        return self._warm_up(Kind.COMBINE, wait_s, rings=True)
 
     def reconnect(self, peer: Peer) -> list[Arrival]:
-        return [flight.answer for flight in self._connect(peer)]
+        lost = [flight.answer for flight in self._connect(peer)]
+        self._ring(Kind.WARMUP, peer.id.rank)  # once: a new life knows who is there
+        return lost
 
 
 class ShmExpertEndpoint(Endpoint[WorkItem]):
@@ -141,12 +144,11 @@ class ShmExpertEndpoint(Endpoint[WorkItem]):
             del self._busy[item.group, item.lane]
             self._ring(Kind.COMBINE, item.group, item)
 
-    def warm_up(self, deadline_s: float) -> None:
-        self._warm_up(Kind.DISPATCH, deadline_s, rings=False)
+    def warm_up(self, wait_s: float) -> list[RankId]:
+        return self._warm_up(Kind.DISPATCH, wait_s, rings=False)
 
     def reconnect(self, peer: Peer) -> None:
         self._connect(peer)
 
     def _warmed(self, rank: int) -> None:
-        super()._warmed(rank)
         self._ring(Kind.WARMUP, rank)

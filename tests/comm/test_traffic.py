@@ -56,7 +56,7 @@ def send(pairs: Pairs, group: int, messages: int, pipe: Connection) -> int:
     """An attention rank: dispatches at random, leaves arrivals lying about, checks every row."""
     rng = random.Random(group)
     endpoint = pairs.attention(group)
-    endpoint.warm_up(WAIT_MS / 1000)
+    assert endpoint.warm_up(WAIT_MS / 1000) == []
     sent: dict[tuple[int, int], tuple[int, int, int, RankDispatch]] = {}
     arrived: list[Arrival] = []
     done, next_batch = 0, 0
@@ -97,7 +97,7 @@ def receive(pairs: Pairs, rank: int, messages: int, pipe: Connection) -> int:
     """An expert rank: serves what has come in any order, until it is told to stop."""
     rng = random.Random(100 + rank)
     endpoint = pairs.expert(rank)
-    endpoint.warm_up(WAIT_MS / 1000)
+    assert endpoint.warm_up(WAIT_MS / 1000) == []
     poller = zmq.Poller()
     poller.register(endpoint.socket, zmq.POLLIN)
     poller.register(pipe, zmq.POLLIN)
