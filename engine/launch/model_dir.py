@@ -25,11 +25,9 @@ def find_model_dir(
     path = str(model) if model is not None else topology.model.path
     if path == DEMO:
         return _demo_dir(on_note)
-    expanded = Path(path).expanduser()
-    in_file = model is None and "model.path" not in topology.overridden
-    if in_file and topology.folder is not None:
-        expanded = topology.folder / expanded
-    return expanded.absolute()
+    if model is not None:
+        return Path(path).expanduser().absolute()
+    return topology.resolve("model", "path", path)
 
 
 def _demo_dir(on_note: Callable[[str], None]) -> Path:

@@ -10,7 +10,7 @@ import msgspec
 import tomli
 
 from engine.errors import UsageError
-from engine.topology.schema import SECTIONS, Topology
+from engine.topology.schema import LATER_SECTIONS, SECTIONS, Topology
 from engine.topology.validate import check_tables, field_types
 
 DEFAULT_TOPOLOGY = "cpu"
@@ -88,6 +88,8 @@ def _read(name: str) -> tuple[str, str, Path | None]:
 def _parse_override(override: str) -> tuple[str, str, Any]:
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
+    if section in LATER_SECTIONS:
+        raise ValueError(f"{LATER_SECTIONS[section]}; leave it out")
     if not equals:
         raise ValueError("expected section.key=value, as in attention.groups=2")
     if not dot:

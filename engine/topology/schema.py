@@ -13,6 +13,8 @@ from msgspec import Meta
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 Auto: TypeAlias = Literal["auto"]
 Device: TypeAlias = Literal["cpu", "cuda", "npu"]
+Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0.001, le=31_536_000)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,7 +26,7 @@ class Model(Section, frozen=True):
     "auto" is the smaller of the model's own limit and what fits in memory.
     """
 
-    path: Annotated[str, Meta(min_length=1)] = "demo"
+    path: Text = "demo"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     max_model_len: Count | Auto = "auto"
 
@@ -59,7 +61,8 @@ class Comm(Section, frozen=True):
 class Schedule(Section, frozen=True):
     """min_batch_tokens: a batch is aggregated up to here. lanes: batches that a group has at once.
     exclusive_tokens: a longer prompt has its group to itself. max_wait_ms: how long a batch waits
-    for company.
+    for company. ttft_slo_s: the time to first token that goodput is measured against.
+    stall_timeout_s: how long a rank may make no progress before it is started again.
     """
 
     policy: Literal["asap", "asap+", "sync", "sync-chunked", "sync-afd"] = "asap"
@@ -68,6 +71,28 @@ class Schedule(Section, frozen=True):
     lanes: Count = 2
     exclusive_tokens: Count = 16384
     max_wait_ms: Annotated[float, Meta(ge=0, le=3_600_000)] = 20.0
+    ttft_slo_s: Seconds | None = None
+    stall_timeout_s: Seconds = 60.0
+
+
+class Serve(Section, frozen=True):
+    """The HTTP server of `asapctl launch`. port 0: any that is free. api_key: what clients must
+    send; ASAPCTL_API_KEY goes before it. max_queue: most requests at a time, running or waiting.
+    body_timeout_s: how long a client may take to send a request. model_name: what clients call the
+    model. kv_dir: where KV caches go that clients ask for; without it they cannot. kv_max_gb (in
+    10^9 bytes), kv_max_age_s: when caches there are removed, oldest first.
+    """
+
+    host: Text = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    api_key: Text | None = None
+    model_name: Text | None = None
+    max_body_mb: Annotated[float, Meta(ge=0.001, le=4096)] = 32.0
+    max_queue: Count = 2048
+    body_timeout_s: Seconds = 30.0
+    kv_dir: Text | None = None
+    kv_max_gb: Annotated[float, Meta(ge=0.001, le=10**6)] = 16.0
+    kv_max_age_s: Seconds = 3600.0
 
 
 class Instances(Section, frozen=True):
@@ -84,6 +109,7 @@ class Topology(msgspec.Struct, frozen=True):
     experts: Experts = Experts()
     comm: Comm = Comm()
     schedule: Schedule = Schedule()
+    serve: Serve = Serve()
     instances: Instances = Instances()
     source: str = "topology"
     folder: Path | None = None
@@ -92,6 +118,15 @@ class Topology(msgspec.Struct, frozen=True):
     def where(self, section: str, key: str) -> str:
         """How a message names a key: `cpu.toml: [attention] groups`."""
         return locate(self.source, section, key, self.overridden)
+
+    def resolve(self, section: str, key: str, path: str) -> Path:
+        """The value `path` of a key as an absolute path: from the file, it counts from the file's
+        folder, and from outside from the working folder.
+        """
+        expanded = Path(path).expanduser()
+        if self.folder is not None and f"{section}.{key}" not in self.overridden:
+            expanded = self.folder / expanded
+        return expanded.absolute()
 
 
 def locate(source: str, section: str, key: str, overridden: frozenset[str]) -> str:
@@ -106,6 +141,7 @@ SECTIONS: dict[str, type[Section]] = {
     "experts": Experts,
     "comm": Comm,
     "schedule": Schedule,
+    "serve": Serve,
     "instances": Instances,
 }
 
@@ -124,10 +160,4 @@ SUPPORTED: dict[tuple[str, str], tuple[object, ...]] = {
     ("instances", "count"): (1,),
 }
 
-LATER_SECTIONS = {
-    "serve": "this version does not serve over HTTP",
-    "nodes": "this version runs on one node",
-}
-LATER_KEYS = {
-    ("schedule", "ttft_slo_s"): "this version schedules without a time-to-first-token goal"
-}
+LATER_SECTIONS = {"nodes": "this version runs on one node"}

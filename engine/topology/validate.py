@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 import msgspec
 
 from engine.topology.schema import (
-    LATER_KEYS,
     LATER_SECTIONS,
     SECTIONS,
     SUPPORTED,
@@ -52,8 +51,6 @@ def check_tables(
 
 
 def _check_key(section: str, key: str, value: object) -> str | None:
-    if (section, key) in LATER_KEYS:
-        return f"{LATER_KEYS[section, key]}; remove the key"
     hints = field_types(section)
     if key not in hints:
         return f"unknown key; {_place_of(key, section)}"
@@ -88,7 +85,8 @@ def field_types(section: str) -> dict[str, Any]:
 def expected(hint: Any) -> str:
     """A type of the schema in words: `a whole number of at least 1, or "auto"`."""
     if get_origin(hint) in {Union, types.UnionType}:
-        return _either((expected(part) for part in get_args(hint)), comma=", ")
+        kinds = [part for part in get_args(hint) if part is not types.NoneType]
+        return _either(map(expected, kinds), comma=", ")
     if get_origin(hint) is Literal:
         return _either(map(_show, get_args(hint)))
     if get_origin(hint) is not Annotated:

@@ -5,7 +5,7 @@ import pytest
 
 from engine.errors import UsageError
 from engine.topology.load import load_topology, packaged_topologies
-from engine.topology.schema import SECTIONS, SUPPORTED, Schedule, Topology
+from engine.topology.schema import SECTIONS, SUPPORTED, Schedule, Serve, Topology
 from engine.topology.validate import field_types
 
 
@@ -104,12 +104,19 @@ def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
             '[comm] transport: this version has only "auto" or "shm", not "nccl"; '
             "change or remove the key",
         ),
-        ("[serve]\nport = 1", "[serve]: this version does not serve over HTTP; remove the section"),
+        (
+            "[serve]\nport = 65536",
+            "[serve] port: expected a whole number from 0 to 65535, got 65536",
+        ),
+        ('[serve]\napi_key = ""', '[serve] api_key: expected a string that is not empty, got ""'),
+        (
+            "[serve]\nkv_max_gb = 0",
+            "[serve] kv_max_gb: expected a number from 0.001 to 1000000, got 0",
+        ),
         ("[[nodes]]\n", "[nodes]: this version runs on one node; remove the section"),
         (
-            "[schedule]\nttft_slo_s = 1",
-            "[schedule] ttft_slo_s: this version schedules without a time-to-first-token goal; "
-            "remove the key",
+            "[schedule]\nttft_slo_s = true",
+            "[schedule] ttft_slo_s: expected a number from 0.001 to 31536000, got true",
         ),
         (
             "[schedule]\nmin_batch_tokens = 9999",
@@ -157,10 +164,32 @@ def test_overrides_replace_values_and_are_named_in_problems(in_folder: Path) -> 
         ("attention.groups", "expected section.key=value, as in attention.groups=2"),
         ("threads=2", "name the section too, as in attention.threads=2 or experts.threads=2"),
         ("atention.groups=2", 'unknown section "atention"; did you mean attention.groups?'),
+        ("nodes.count=2", "this version runs on one node; leave it out"),
+        ("nodes=2", "this version runs on one node; leave it out"),
     ],
 )
 def test_a_malformed_override_is_explained(override: str, problem: str) -> None:
     assert problems("cpu", override) == [f"--set {override}: {problem}"]
+
+
+def test_serving_and_its_goals_are_part_of_a_topology(in_folder: Path) -> None:
+    assert load_topology("cpu").serve == Serve(host="127.0.0.1", port=8000, api_key=None)
+    assert load_topology("cpu").schedule.ttft_slo_s is None
+    path = write(
+        "[serve]\nport = 0\nkv_dir = 'kv'\n[schedule]\nttft_slo_s = 2\nstall_timeout_s = 5"
+    )
+    topology = load_topology(path, ["serve.host=::1", "serve.api_key=a b"])
+    assert topology.serve == Serve(host="::1", port=0, api_key="a b", kv_dir="kv")
+    assert (topology.schedule.ttft_slo_s, topology.schedule.stall_timeout_s) == (2.0, 5.0)
+
+
+def test_a_path_counts_from_where_it_was_written(in_folder: Path) -> None:
+    (in_folder / "sub").mkdir()
+    path = write("[serve]\nkv_dir = 'kv'", "sub/mine.toml")
+    assert load_topology(path).resolve("serve", "kv_dir", "kv") == in_folder / "sub" / "kv"
+    overridden = load_topology(path, ["serve.kv_dir=kv"])
+    assert overridden.resolve("serve", "kv_dir", "kv") == in_folder / "kv"
+    assert overridden.resolve("serve", "kv_dir", "/kv") == Path("/kv")
 
 
 def test_an_override_cannot_smuggle_in_other_keys() -> None:
