@@ -1,47 +1,11 @@
 """Figures of a run, in memory that does not grow with the number of prompts."""
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
+from engine.control.durations import Durations
 from engine.control.messages import RankStatus
-
-_GROWTH = math.log(1.02)
-_SMALLEST_S = 1e-6
-
-
-class Durations:
-    """Mean and quantiles of many durations, kept as counts in buckets of 2 % width.
-
-    A quantile is the true one or up to 2 % more, and never more than the longest.
-    """
-
-    def __init__(self) -> None:
-        self._buckets: Counter[int] = Counter()
-        self._count = 0
-        self._total = 0.0
-        self._longest = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._count += 1
-        self._total += seconds
-        self._longest = max(self._longest, seconds)
-        self._buckets[math.ceil(math.log(max(seconds, _SMALLEST_S)) / _GROWTH)] += 1
-
-    @property
-    def mean(self) -> float:
-        return self._total / self._count if self._count else 0.0
-
-    def quantile(self, share: float) -> float:
-        """The duration that `share` (0 to 1) of all do not exceed."""
-        left = math.ceil(share * self._count)
-        for bucket, count in sorted(self._buckets.items()):
-            left -= count
-            if left <= 0:
-                return min(math.exp(bucket * _GROWTH), self._longest)
-        return 0.0
 
 
 class Tally:

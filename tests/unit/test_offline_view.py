@@ -3,8 +3,9 @@ import random
 import pytest
 
 from asapctl.prefill_view import duration, progress_text
+from engine.control.durations import Durations
 from engine.control.messages import RankStatus, Snapshot
-from engine.offline.stats import Durations, Tally
+from engine.offline.stats import Tally
 from engine.topology.ranks import RankId
 
 
