@@ -138,7 +138,10 @@ class Statistics:
     def progress(self, id_: RankId, report: Progress, now: float) -> None:
         """A rank reported. A new incarnation's counters begin at 0 and are added to the old."""
         self._begin(now)
-        rank = self._ranks.setdefault((id_.role, id_.rank), _Rank(now))
+        rank = self._ranks.get((id_.role, id_.rank))
+        if rank is None:  # it has been there for at least as long as it says that it worked
+            rank = _Rank(now - report.busy_seconds - report.wait_seconds)
+            self._ranks[id_.role, id_.rank] = rank
         since = rank.since_report(now)
         computed = rank.add(id_.incarnation, report, now)
         # Right before the report, as in `_Rank.at`, and after the one before.
