@@ -25,6 +25,15 @@ class Draft:
         self.tokens += request.tokens
         self.oldest = min(self.oldest, request.arrival)
 
+    def remove(self, key: int) -> bool:
+        for request in self.requests:
+            if request.key == key:
+                self.requests.remove(request)
+                self.tokens -= request.tokens
+                self.oldest = min((r.arrival for r in self.requests), default=self.oldest)
+                return True
+        return False
+
     def segments(self) -> tuple[Segment, ...]:
         return tuple(Segment(request.key, 0, request.tokens) for request in self.requests)
 
@@ -53,6 +62,20 @@ class Aggregator:
         self._open.append(request)
         if self._open.tokens >= self._min_tokens:
             self._close()
+
+    def remove(self, key: int) -> bool:
+        """Takes a prompt out again; False when it is not here. A full draft stays closed."""
+        drafts = [*self._full, *([self._open] if self._open else [])]
+        for draft in drafts:
+            if not draft.remove(key):
+                continue
+            if not draft.requests:
+                if draft is self._open:
+                    self._open = None
+                else:
+                    self._full.remove(draft)
+            return True
+        return False
 
     def _close(self) -> None:
         assert self._open is not None

@@ -1,9 +1,10 @@
 """The request scheduler: which prompts run together, and on which attention group."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from engine.schedule.batching import Aggregator, Draft
-from engine.schedule.types import Assignment, Batch, Request
+from engine.schedule.types import Assignment, Batch, Request, Segment
 
 
 class AsapPolicy:
@@ -18,6 +19,7 @@ class AsapPolicy:
       `max_wait_s` old, and then goes as it is.
 
     Of what could start now, that whose first prompt came first starts first; so nothing starves.
+    Batches whose group was lost go before all else, in the composition that they had.
     Requests are taken to come in the order of their arrival. `now` and arrivals share one clock.
     """
 
@@ -40,7 +42,9 @@ class AsapPolicy:
         self._ordinary = Aggregator(min_batch_tokens, max_batch_tokens)
         self._exclusive: deque[Draft] = deque()
         self._idle = deque(range(groups))  # the group that has been idle longest comes first
-        self._running: dict[int, dict[int, int]] = {}  # group -> batch -> how many prompts
+        self._lost: set[int] = set()  # groups that get nothing until they recover
+        self._running: dict[int, dict[int, Batch]] = {}  # by group and batch id
+        self._retries: deque[Batch] = deque()
         self._turns = 0
         self._drained_turn = 0
         self._batches = 0
@@ -54,7 +58,7 @@ class AsapPolicy:
     @property
     def running(self) -> int:
         """Prompts that a group works on."""
-        return sum(sum(batches.values()) for batches in self._running.values())
+        return sum(len(b.segments) for group in self._running.values() for b in group.values())
 
     def add(self, request: Request) -> None:
         if request.tokens < 1:
@@ -75,8 +79,11 @@ class AsapPolicy:
     def next(self, now: float) -> list[Assignment]:
         """What idle groups start now. Each batch here must be reported `finished` once."""
         assignments = []
-        while self._idle and (drafts := self._take(now)):
-            assignments.append(self._assign(self._idle.popleft(), drafts))
+        while self._idle and (batches := self._take_retries() or self._take(now)):
+            group = self._idle.popleft()
+            self._running[group] = {batch.id: batch for batch in batches}
+            self._waiting -= sum(len(batch.segments) for batch in batches)
+            assignments.append(Assignment(group, tuple(batches)))
         return assignments
 
     def finished(self, group: int, batch_id: int) -> None:
@@ -87,6 +94,41 @@ class AsapPolicy:
             del self._running[group]
             self._idle.append(group)
 
+    def cancel(self, key: int) -> bool:
+        """Forgets a prompt that has not started; False when there is none of that key."""
+        if self._ordinary.remove(key):
+            self._waiting -= 1
+            return True
+        for draft in self._exclusive:
+            if draft.requests[0].key == key:
+                self._exclusive.remove(draft)
+                self._waiting -= 1
+                return True
+        return False
+
+    def lost(self, group: int) -> list[Batch]:
+        """A rank of `group` died: the batches that nobody runs any more. It is given nothing until
+        it has `recovered`. What becomes of the batches is the caller's decision: `retry`, or not.
+        """
+        if group in self._idle:
+            self._idle.remove(group)
+        self._lost.add(group)
+        return list(self._running.pop(group, {}).values())
+
+    def recovered(self, group: int) -> None:
+        if group in self._lost:
+            self._lost.remove(group)
+            self._idle.append(group)
+
+    def retry(self, batches: Sequence[Batch]) -> None:
+        """Runs `batches` before anything else, whole and under their own ids."""
+        self._retries.extend(batches)
+        self._waiting += sum(len(batch.segments) for batch in batches)
+
+    def alone(self, batch: Batch) -> list[Batch]:
+        """A batch of its own for each segment of `batch`."""
+        return [self._number((segment,)) for segment in batch.segments]
+
     def next_deadline(self, now: float) -> float | None:
         """When to call `next` again even if nothing is added or finished until then.
 
@@ -94,16 +136,30 @@ class AsapPolicy:
         """
         if not self._idle:
             return None
-        if self._exclusive or self._set_is_due(now):
+        if self._retries or self._exclusive or self._set_is_due(now):
             return now
         return self._due()
 
-    def _take(self, now: float) -> list[Draft]:
-        """The drafts that the next idle group gets: an exclusive one, a set, or nothing yet."""
+    def _take_retries(self) -> list[Batch]:
+        """What the next idle group gets of them: a long prompt alone, or as many as its lanes."""
+        taken: list[Batch] = []
+        while self._retries and len(taken) < self._lanes:
+            if taken and self._retries[0].tokens > self._exclusive_tokens:
+                break
+            taken.append(self._retries.popleft())
+            if taken[-1].tokens > self._exclusive_tokens:
+                break
+        return taken
+
+    def _take(self, now: float) -> list[Batch]:
+        """What the next idle group gets: a long prompt, a set of batches, or nothing yet."""
         ordinary = self._ordinary.first if self._set_is_due(now) else None
+        drafts: Sequence[Draft] = ()
         if self._exclusive and (ordinary is None or self._exclusive[0].turn < ordinary.turn):
-            return [self._exclusive.popleft()]
-        return list(self._ordinary.take(self._lanes)) if ordinary else []
+            drafts = [self._exclusive.popleft()]
+        elif ordinary:
+            drafts = self._ordinary.take(self._lanes)
+        return [self._number(draft.segments()) for draft in drafts]
 
     def _set_is_due(self, now: float) -> bool:
         """Whether ordinary batches may start: as many as there are lanes, or they waited enough."""
@@ -119,12 +175,6 @@ class AsapPolicy:
         oldest = self._ordinary.oldest(self._lanes)
         return None if oldest is None else oldest + self._max_wait_s
 
-    def _assign(self, group: int, drafts: list[Draft]) -> Assignment:
-        batches = []
-        self._running[group] = {}
-        for draft in drafts:
-            batches.append(Batch(self._batches, draft.segments()))
-            self._running[group][self._batches] = len(draft.requests)
-            self._waiting -= len(draft.requests)
-            self._batches += 1
-        return Assignment(group, tuple(batches))
+    def _number(self, segments: tuple[Segment, ...]) -> Batch:
+        self._batches += 1
+        return Batch(self._batches - 1, segments)
