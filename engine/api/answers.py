@@ -106,4 +106,6 @@ def error_body(failure: RequestError) -> dict[str, Any]:
 
 
 def _error_type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
     return "invalid_request_error" if status < 500 else "server_error"

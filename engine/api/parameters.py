@@ -5,13 +5,15 @@ later tokens are accepted where their value asks for nothing (n = 1, stop = null
 otherwise, so that none is dropped silently.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from engine.api.types import Kind, RequestError
 
 MAX_LOGPROBS = 20
+
+T = TypeVar("T")
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
@@ -88,12 +90,17 @@ def parse_parameters(kind: Kind, body: dict[str, Any]) -> Completion | Chat:
             used[name] = value
         elif not (name == "add_special_tokens" and value is False):  # a chat's template adds them
             _check_unused(name, value)
-    try:
-        parameters = msgspec.convert(used, shape)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+    parameters = convert(used, shape)
     _check_finite(parameters)
     return parameters
+
+
+def convert(values: dict[str, Any], shape: type[T]) -> T:
+    """`values` as a `shape`. Raises RequestError (400) that names the parameter."""
+    try:
+        return msgspec.convert(values, shape)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
 
 
 def token_limit(parameters: Common) -> int:

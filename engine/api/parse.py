@@ -54,13 +54,13 @@ class Parser:
                 origin=origin,
                 kind=kind,
                 token_ids=token_ids,
-                sampling=_sampling(parameters, origin),
+                sampling=_sampling(parameters, origin, index),
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 prompt_logprobs=_first(parameters.prompt_logprobs, self._limits.prompt_logprobs),
                 model=parameters.model,
             )
-            for token_ids in tokens
+            for index, token_ids in enumerate(tokens)
         ]
 
     def _check_number(self, prompts: list[str | list[int]]) -> None:
@@ -84,10 +84,13 @@ class Parser:
         return None
 
 
-def _sampling(parameters: Common, origin: Origin) -> Sampling:
+def _sampling(parameters: Common, origin: Origin, index: int) -> Sampling:
+    """index: of the prompt in its request."""
     if not parameters.temperature:
         return Sampling()
-    seed = parameters.seed if parameters.seed is not None else seed_of(origin.record)
+    seed = parameters.seed
+    if seed is None:
+        seed = seed_of(f"{origin.record}-{index}" if index else origin.record)
     return Sampling(
         temperature=parameters.temperature,
         top_p=_first(parameters.top_p, 1.0) or 1.0,
