@@ -1,0 +1,80 @@
+"""What the HTTP process is told at its start."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from engine.launch.plan import Plan
+
+
+class KvFolder(msgspec.Struct, frozen=True):
+    """Where KV caches lie until somebody fetches them, and when they go, oldest first."""
+
+    path: str
+    max_bytes: int
+    max_age_s: float
+    bytes_per_token: int
+
+
+class HttpSpec(msgspec.Struct, frozen=True):
+    """model: the name that clients use. controller: its address, known once the instance starts.
+
+    host, port: where the listening socket is bound. max_queue: most prompts at a time, waiting or
+    running. body_timeout_s: how long a client may take to send the headers, and then the body.
+    """
+
+    model: str
+    model_dir: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    fingerprint: str
+    instance: str = ""
+    controller: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str | None = None
+    max_queue: int = 2048
+    max_body_bytes: int = 32_000_000
+    body_timeout_s: float = 30.0
+    kv: KvFolder | None = None
+
+
+def http_spec(plan: "Plan", *, host: str, port: int, api_key: str | None) -> HttpSpec:
+    """The specification for `plan`, by its topology's [serve] section.
+
+    Where KV caches can be asked for, the plan must be one with `keep_kv`. `instance` and
+    `controller` stay empty for whoever starts the instance.
+    """
+    serve = plan.topology.serve
+    return HttpSpec(
+        model=serve.model_name or plan.model_dir.name,
+        model_dir=str(plan.model_dir),
+        vocab_size=plan.config.vocab_size,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=list(plan.config.eos_token_ids),
+        fingerprint=f"fp_{plan.model_hash[:8]}_{plan.dtype}",
+        host=host,
+        port=port,
+        api_key=api_key,
+        max_queue=serve.max_queue,
+        max_body_bytes=round(serve.max_body_mb * 1e6),
+        body_timeout_s=serve.body_timeout_s,
+        kv=_kv_folder(plan),
+    )
+
+
+def _kv_folder(plan: "Plan") -> KvFolder | None:
+    serve = plan.topology.serve
+    if serve.kv_dir is None:
+        return None
+    from engine.model.sizes import kv_bytes_per_token
+
+    width = 4 if plan.dtype == "float32" else 2
+    return KvFolder(
+        path=str(plan.topology.resolve("serve", "kv_dir", serve.kv_dir)),
+        max_bytes=round(serve.kv_max_gb * 1e9),
+        max_age_s=serve.kv_max_age_s,
+        bytes_per_token=kv_bytes_per_token(plan.config, width),
+    )
