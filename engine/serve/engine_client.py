@@ -69,9 +69,10 @@ class EngineClient:
             await self._send(Submit(keyed))
             return [await future for future in futures.values()]
         finally:
+            left = [key for key, future in futures.items() if not _has_result(future)]
             for key in futures:
                 self._results.pop(key, None)
-            if left := [key for key, future in futures.items() if not _has_result(future)]:
+            if left:
                 await self._send(Cancel(left))
 
     async def snapshot(self, timeout_s: float) -> Snapshot | None:
@@ -116,4 +117,8 @@ class EngineClient:
 
 
 def _has_result(future: "asyncio.Future[PrefillResult]") -> bool:
-    return future.done() and not future.cancelled()
+    """A result or a failure."""
+    if not future.done() or future.cancelled():
+        return False
+    future.exception()  # asyncio would log a failure that nobody looks at
+    return True
