@@ -33,21 +33,27 @@ def tokenize(raw: bytes, model: str, max_model_len: int, tokenizer: Tokenizer) -
     check_model(body, model)
     if ("prompt" in body) == ("messages" in body):
         raise RequestError("give either prompt or messages", param="prompt", code="invalid_prompt")
-    asked = convert(body, _Messages if "messages" in body else _Text)
-    if isinstance(asked, _Messages):
-        chat = Chat(
-            messages=asked.messages,
-            add_generation_prompt=asked.add_generation_prompt,
-            chat_template_kwargs=asked.chat_template_kwargs,
-        )
-        tokens = chat_tokens(chat, tokenizer)
-    else:
-        text = Completion(add_special_tokens=asked.add_special_tokens)
-        tokens = completion_tokens(asked.prompt, text, tokenizer)
-    texts = [tokenizer.piece(token).text for token in tokens] if asked.return_token_strs else None
+    returns_texts, tokens = (_of_chat if "messages" in body else _of_text)(body, tokenizer)
+    texts = [tokenizer.piece(token).text for token in tokens] if returns_texts else None
     return {
         "count": len(tokens),
         "max_model_len": max_model_len,
         "tokens": tokens,
         "token_strs": texts,
     }
+
+
+def _of_text(body: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool | None, list[int]]:
+    asked = convert(body, _Text)
+    text = Completion(add_special_tokens=asked.add_special_tokens)
+    return asked.return_token_strs, completion_tokens(asked.prompt, text, tokenizer)
+
+
+def _of_chat(body: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool | None, list[int]]:
+    asked = convert(body, _Messages)
+    chat = Chat(
+        messages=asked.messages,
+        add_generation_prompt=asked.add_generation_prompt,
+        chat_template_kwargs=asked.chat_template_kwargs,
+    )
+    return asked.return_token_strs, chat_tokens(chat, tokenizer)

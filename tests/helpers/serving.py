@@ -1,0 +1,182 @@
+"""The HTTP server in this process, in front of a controller that tests play."""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import zmq
+
+from engine.api.tokenizer import Tokenizer
+from engine.control.messages import (
+    Cancel,
+    Message,
+    PrefillRequest,
+    PrefillResult,
+    RankStatus,
+    Results,
+    Snapshot,
+    Submit,
+    Watch,
+    decode,
+    encode,
+)
+from engine.serve.front import Front
+from engine.serve.http import make_server
+from engine.serve.spec import HttpSpec
+from engine.topology.ranks import RankId
+from helpers.offline import EOS, FINGERPRINT, VOCABULARY, FakeEngine, byte_tokenizer
+
+Answer = Callable[[PrefillRequest], PrefillResult]
+
+HEALTHY = Snapshot(
+    ready=True,
+    waiting=0,
+    running=0,
+    finished=0,
+    failed=0,
+    ranks=[RankStatus(RankId("expert", 0), pid=1, ready=True, state="idle")],
+)
+
+
+class FakeController:
+    """A ROUTER in a thread. Answers each prompt with 'x', or with `answer`, unless it `holds`."""
+
+    def __init__(self, address: str) -> None:
+        self.answer: Answer = FakeEngine.default
+        self.holds = False
+        self.silent = False  # answers no Watch
+        self.snapshot = HEALTHY
+        self.requests: list[PrefillRequest] = []
+        self.cancelled: list[int] = []
+        self._held: list[tuple[bytes, PrefillRequest]] = []
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(address)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Answers what is held, and holds no more."""
+        self._orders.put(self._release)
+
+    def say(self, message: Message) -> None:
+        """Sends `message` to everybody whose prompts are held."""
+
+        def send() -> None:
+            for peer in {peer for peer, _ in self._held}:
+                self._send(peer, message)
+
+        self._orders.put(send)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._socket.close()
+        self._context.term()
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            while not self._orders.empty():
+                self._orders.get()()
+            if self._socket.poll(5):
+                peer, data = self._socket.recv_multipart()
+                self._take(peer, decode(data))
+
+    def _take(self, peer: bytes, message: Message) -> None:
+        match message:
+            case Submit(requests):
+                self.requests += requests
+                if self.holds:
+                    self._held += [(peer, request) for request in requests]
+                else:
+                    self._send(peer, Results([self.answer(request) for request in requests]))
+            case Cancel(keys):
+                self.cancelled += keys
+            case Watch() if not self.silent:
+                self._send(peer, self.snapshot)
+
+    def _release(self) -> None:
+        self.holds = False
+        for peer, request in self._held:
+            self._send(peer, Results([self.answer(request)]))
+        self._held.clear()
+
+    def _send(self, peer: bytes, message: Message) -> None:
+        self._socket.send_multipart([peer, encode(message)])
+
+
+class Server:
+    """url: where it listens; port. client: without a key, for one test."""
+
+    def __init__(self, port: int, controller: FakeController, front: Front) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.controller = controller
+        self.front = front
+        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def raw(self, data: bytes) -> socket.socket:
+        """A connection that has sent `data`."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        connection.sendall(data)
+        return connection
+
+
+def spec(**changes: Any) -> HttpSpec:
+    given = {
+        "model": "tiny", "model_dir": "", "vocab_size": VOCABULARY, "max_model_len": 200_000,
+        "eos_token_ids": [EOS], "fingerprint": FINGERPRINT, "instance": "test",
+    }  # fmt: skip
+    return HttpSpec(**(given | changes))
+
+
+@contextmanager
+def served(folder: Path, tokenizer: Tokenizer | None = None, **changes: Any) -> Iterator[Server]:
+    """A server whose controller's socket lies in `folder`; `changes` to the HttpSpec."""
+    address = f"ipc://{folder}/control"
+    controller = FakeController(address)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    front = Front(spec(controller=address, port=port, **changes), tokenizer or byte_tokenizer())
+    server = make_server(front)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the server starts")
+        test = Server(port, controller, front)
+        with test.client:
+            yield test
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+        controller.close()
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"after {deadline_s:g} s: not so: {what}"
+        time.sleep(0.002)
+
+
+def chunks(response: httpx.Response) -> Sequence[Any]:
+    """The events of a streamed answer; fails unless [DONE] ends it."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [msgspec.json.decode(event.removeprefix("data: ")) for event in events]
