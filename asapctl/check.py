@@ -41,6 +41,7 @@ def check(
     Example: asapctl check cpu-2a2e --model ~/models/Mixtral-8x7B --set schedule.lanes=3
     """
     from engine.errors import UsageError
+    from engine.launch.listen import host_problem
     from engine.launch.model_dir import find_model_dir
     from engine.topology.load import load_topology
 
@@ -52,7 +53,10 @@ def check(
 
     from engine.launch.plan import make_plan  # after the topology's errors: it imports torch
 
+    keep_kv = keep_kv or loaded.serve.kv_dir is not None
     _print(make_plan(loaded, model_dir, keep_kv))
+    if problem := host_problem(loaded):
+        typer.echo(f"note      for `asapctl launch`: {problem}")
 
 
 def _model_problems(model: Path | None) -> list[str]:

@@ -1,7 +1,7 @@
 """The program `asapctl`: its commands, and how each of its errors ends it.
 
-Exit codes: 0 all done, 1 the run failed, 2 usage, 3 some prompts failed, 130 interrupted, 143
-terminated.
+Exit codes: 0 all done, 1 the run failed, 2 usage, 3 some prompts failed or no such instance, 130
+interrupted, 143 terminated.
 """
 
 import functools
@@ -14,7 +14,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from asapctl.check import check
+from asapctl.launch import launch
+from asapctl.logs import logs
 from asapctl.prefill import prefill
+from asapctl.ps import ps
+from asapctl.stop import stop
 from engine import __version__
 from engine.errors import AsapError
 
@@ -66,8 +70,9 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
     return reported
 
 
-app.command("prefill")(_reported(prefill))
-app.command("check")(_reported(check))
+# In the order of the help. These modules import what they need when they run.
+for command in (prefill, launch, ps, logs, stop, check):
+    app.command(command.__name__)(_reported(command))
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

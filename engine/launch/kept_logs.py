@@ -1,4 +1,4 @@
-"""The logs of instances that failed, where their user finds them after the runtime folder is gone."""
+"""The logs of instances that failed, where their user finds them afterwards."""
 
 import os
 import shutil

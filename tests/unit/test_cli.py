@@ -28,7 +28,9 @@ def test_version(invoke: Invoke) -> None:
     assert invoke("--version").stdout == f"asapctl {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["prefill"], ["check"]])
+@pytest.mark.parametrize(
+    "command", [[], ["prefill"], ["launch"], ["ps"], ["logs"], ["stop"], ["check"]]
+)
 def test_every_help_fits_a_screen_and_has_an_example(invoke: Invoke, command: list[str]) -> None:
     for flag in ("--help", "-h"):
         result = invoke(*command, flag)
@@ -48,7 +50,8 @@ def test_help_imports_nothing_heavy() -> None:
         "from asapctl.cli import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert end.code in (0, None), end.code\n"
-        "heavy = {'torch', 'numpy', 'zmq', 'tokenizers', 'transformers', 'rich'}\n"
+        "heavy = {'torch', 'numpy', 'zmq', 'tokenizers', 'transformers', 'rich', 'msgspec',\n"
+        "         'fastapi', 'uvicorn', 'psutil'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

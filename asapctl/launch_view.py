@@ -1,0 +1,125 @@
+"""What a launched instance shows: how it loads, where it serves, and one line about how it is."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from asapctl import units
+from engine.control.messages import Snapshot
+from engine.topology.ranks import RankId
+
+if TYPE_CHECKING:
+    from engine.launch.detach import Settle
+
+_REDRAW_S = 0.5
+_PLAIN_S = 60.0
+
+
+class LaunchView:
+    """Shows an instance on standard error; its URL alone goes to standard output.
+
+    Without a terminal, a line is printed every minute in which something was done. settle: of a
+    detached instance, whose output goes to its log once it is ready.
+    """
+
+    def __init__(self, settle: "Settle | None" = None) -> None:
+        self._settle = settle
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._loaded: set[RankId] = set()
+        self._next_draw = 0.0
+        self._last_line: tuple[int, int] = (0, 0)
+
+    def __enter__(self) -> "LaunchView":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end_live()
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def loading(self, snapshot: Snapshot) -> None:
+        for rank in snapshot.ranks:
+            if rank.ready and rank.id not in self._loaded:
+                self._loaded.add(rank.id)
+                self.note(f"{rank.id}: ready after {units.seconds(rank.load_seconds)}")
+        self._draw(f"loading: {len(self._loaded)} of {len(snapshot.ranks)} ranks ready")
+
+    def ready(self, name: str, url: str, logs: Path) -> None:
+        self._end_live()
+        Console(highlight=False, soft_wrap=True).print(Text(f"{name} {url}"))
+        if self._settle is not None:
+            self._settle(logs / "supervisor.log")
+            self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+            self.note(f"{_now()} ready at {url}")
+        elif self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._next_draw = 0.0
+
+    def alive(self, snapshot: Snapshot) -> None:
+        if self._live is not None:
+            self._draw(live_text(snapshot))
+            return
+        now, done = time.monotonic(), (snapshot.finished, snapshot.failed)
+        if now >= self._next_draw:
+            self._next_draw = now + _PLAIN_S
+            if done != self._last_line or snapshot.problems:
+                self._last_line = done
+                self.note(f"{_now()} {live_text(snapshot)}")
+
+    def failed(self, error: Exception) -> None:
+        self._end_live()
+        if self._settle is not None:  # whatever is written later misses the logs that are kept
+            self.note(f"{_now()} {error}")
+
+    def _draw(self, text: str) -> None:
+        now = time.monotonic()
+        if self._live is not None and now >= self._next_draw:
+            self._next_draw = now + _REDRAW_S
+            self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+
+    def _end_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def live_text(snapshot: Snapshot) -> str:
+    """How an instance stands, in one line that says the most important first."""
+    parts = []
+    if snapshot.quitting:
+        parts.append("stopping")
+    parts += snapshot.problems
+    parts.append(
+        f"{snapshot.running} running, {snapshot.waiting} waiting, {snapshot.finished:,} done"
+        + (f", {snapshot.failed:,} failed" if snapshot.failed else "")
+    )
+    if snapshot.tokens_per_s:
+        parts.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
+    if snapshot.ttft.count:
+        p50, p99 = units.seconds(snapshot.ttft.p50), units.seconds(snapshot.ttft.p99)
+        parts.append(f"TTFT p50 {p50}, p99 {p99}")
+    return " | ".join(parts)
+
+
+def _now() -> str:
+    """As the other logs have it, so that `asapctl logs` puts it into its place."""
+    now = time.time()
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    return f"{stamp},{int(now % 1 * 1000):03}"

@@ -1,0 +1,72 @@
+"""`asapctl logs`: what the processes of an instance wrote."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from engine.launch.logs import Line
+
+
+def logs(
+    name: Annotated[
+        str | None, typer.Argument(help="Which instance; may be left out if there is only one.")
+    ] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R", help="Of one process: attention-0, expert-1, controller, http, ..."
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on until the instance ends.")
+    ] = False,
+) -> None:
+    """Print the logs of an instance, of all its processes in the order of time.
+
+    Of an instance that is gone, the logs of its last failure.
+
+    \b
+    Examples:
+      asapctl logs -f
+      asapctl logs mine --rank expert-1
+
+    Exit codes: 0 printed, 2 usage, 3 no such instance.
+    """
+    from engine.launch.logs import Logs
+
+    folder, alive = _find(name)
+    with Logs(folder, rank) as opened:
+        _print(opened.follow(alive) if follow else opened.read(last=True), prefix=rank is None)
+
+
+def _find(name: str | None) -> tuple[Path, Callable[[], bool]]:
+    """The log folder, and whether its instance runs."""
+    from engine.launch.kept_logs import find_kept
+    from engine.launch.registry import NoInstanceError, find_instance
+    from engine.launch.runtime_folder import is_held
+
+    try:
+        record = find_instance(name)
+    except NoInstanceError:
+        kept = find_kept(name) if name is not None else None
+        if kept is None:
+            raise
+        typer.echo(f"{name} is not running; these are the logs of its failure: {kept}", err=True)
+        return kept, lambda: False
+    return record.logs, lambda: is_held(record.folder)
+
+
+def _print(lines: Iterable[Line], prefix: bool) -> None:
+    try:
+        for line in lines:
+            sys.stdout.write(f"{line.source:11} | {line.text}\n" if prefix else f"{line.text}\n")
+            sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

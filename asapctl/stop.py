@@ -1,0 +1,33 @@
+"""`asapctl stop`: end an instance."""
+
+from typing import Annotated
+
+import typer
+
+
+def stop(
+    name: Annotated[
+        str | None, typer.Argument(help="Which instance; may be left out if there is only one.")
+    ] = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not let it finish the requests that it has.")
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="S", min=0, help="Give up waiting after so many seconds."),
+    ] = None,
+) -> None:
+    """Stop an instance: it takes no more requests, finishes those it has, and ends.
+
+    Returns when it is gone. A prefill run ends at once; its results so far stay.
+
+    Example: asapctl stop mine --timeout 60 || asapctl stop mine --now
+
+    Exit codes: 0 it is gone, 1 it is not, 2 usage, 3 no such instance.
+    """
+    from engine.launch.registry import find_instance
+    from engine.launch.stopping import stop_instance
+
+    record = find_instance(name)
+    stop_instance(record, now, timeout)
+    typer.echo(f"{record.name} has ended", err=True)
