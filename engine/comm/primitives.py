@@ -7,9 +7,9 @@
 Each (attention rank, expert rank, lane) has one region. It is busy from dispatch_send until
 combine_add: a dispatch carries the credit for its own combine, so combine_send never waits.
 
-Nothing here blocks but warm_up, for as long as it is told. A loop drains (`combine_recv`, `dispatch_recv`) until nothing
-more comes and only then polls `socket`: bells that came during warm_up are handed out by the
-next drain and no longer make the socket readable.
+Nothing here blocks but warm_up, for as long as it is told. A loop drains (`combine_recv`,
+`dispatch_recv`) until nothing more comes and only then polls `socket`: bells that came during
+warm_up are handed out by the next drain and no longer make the socket readable.
 """
 
 from __future__ import annotations

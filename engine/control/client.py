@@ -8,14 +8,20 @@ from typing import Protocol
 import zmq
 
 from engine.control.messages import (
+    Cancel,
     Drain,
+    Ended,
+    KillRank,
     Message,
     PrefillRequest,
     PrefillResult,
+    Quit,
     Refused,
     Results,
     Snapshot,
+    StartTrace,
     Submit,
+    TraceReport,
     Watch,
     decode,
     encode,
@@ -24,20 +30,35 @@ from engine.errors import RunError
 
 
 class Guard(Protocol):
-    """Somebody who notices that the instance failed: `check` raises, after `fileno` is readable."""
+    """The supervisor's side of a client: it looks after the processes while the client waits.
+
+    `check` is called when `fileno` is readable; it raises RunError once the instance has failed.
+    """
 
     def fileno(self) -> int: ...
 
     def check(self) -> None: ...
 
+    def kill(self, title: str) -> None: ...
+
+    def end(self, reason: str | None) -> None: ...
+
 
 class Client:
     """One connection to the controller at `address`. Not thread-safe.
 
-    Every method raises RunError when the instance has failed.
+    With a guard every method raises RunError when the instance has failed. Without one, nothing
+    is heard of a controller that is gone. ended: the controller said that the instance has done
+    all that it was asked to before it was told to quit.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, guard: Guard) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        guard: Guard | None = None,
+    ) -> None:
+        self.ended = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.linger = 0
@@ -46,16 +67,26 @@ class Client:
         self._guard = guard
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(guard.fileno(), zmq.POLLIN)
+        if guard is not None:
+            self._poller.register(guard.fileno(), zmq.POLLIN)
         self._results: list[PrefillResult] = []
         self._snapshot: Snapshot | None = None
+        self._trace: TraceReport | None = None
 
     def submit(self, requests: list[PrefillRequest]) -> None:
-        self._send(Submit(requests))
+        self.send(Submit(requests))
+
+    def cancel(self, keys: list[int]) -> None:
+        """Nobody waits for these any more: no result will come."""
+        self.send(Cancel(keys))
+
+    def quit(self) -> None:
+        """Has the instance take no more requests, finish those that it has, and end."""
+        self.send(Quit())
 
     def drain(self) -> None:
         """Says that nothing more will come, so that no batch waits for company."""
-        self._send(Drain())
+        self.send(Drain())
 
     def receive(self, timeout_s: float) -> list[PrefillResult]:
         """Results that have come; waits up to `timeout_s` seconds for the first of them."""
@@ -68,7 +99,7 @@ class Client:
 
     def request_snapshot(self) -> None:
         """Asks for a snapshot; `snapshot` returns it once it has come."""
-        self._send(Watch())
+        self.send(Watch())
 
     def snapshot(self) -> Snapshot | None:
         """The latest snapshot that has come, None before the first. Does not wait."""
@@ -83,18 +114,29 @@ class Client:
             self._wait(left)
         return self._snapshot
 
+    def trace(self, seconds: float, timeout_s: float) -> TraceReport | None:
+        """What every rank does in the next `seconds`; None when no answer comes in time."""
+        self._trace = None
+        self.send(StartTrace(seconds))
+        deadline = time.monotonic() + seconds + timeout_s
+        while self._trace is None and (left := deadline - time.monotonic()) > 0:
+            self._wait(left)
+        return self._trace
+
     def close(self) -> None:
         self._socket.close()
 
-    def _send(self, message: Message) -> None:
-        self._guard.check()
+    def send(self, message: Message) -> None:
+        """Never blocks."""
         self._socket.send(encode(message))
+        if self._guard is not None:
+            self._guard.check()
 
     def _wait(self, timeout_s: float) -> None:
         ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
         while self._socket.poll(0):
             self._take(decode(self._socket.recv()))
-        if self._guard.fileno() in ready:
+        if self._guard is not None and self._guard.fileno() in ready:
             self._guard.check()
 
     def _take(self, message: Message) -> None:
@@ -103,5 +145,12 @@ class Client:
                 self._results.extend(results)
             case Snapshot():
                 self._snapshot = message
+            case TraceReport():
+                self._trace = message
+            case KillRank(id_, _) if self._guard is not None:
+                self._guard.kill(str(id_))
+            case Ended(reason) if self._guard is not None:
+                self.ended = True
+                self._guard.end(reason)
             case Refused(reason):
                 raise RunError(f"the controller refused this client: {reason}")

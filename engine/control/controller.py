@@ -1,40 +1,49 @@
 """The controller: admits prompts, has the policy form batches, hands them to attention groups.
 
-One process, one thread, one ROUTER socket for clients and ranks alike. It touches no tensor. All
-decisions about what runs where and when are the policy's (engine/schedule); this module keeps the
-accounts and the connections.
+State and transitions only, without socket or clock (engine/control/service.py has those). It
+touches no tensor. What runs where and when is the policy's decision (engine/schedule), what
+becomes of the work of a rank that died is `Blame`'s, who has stalled is `Liveness`'s; this module
+keeps the accounts and the connections.
 """
 
 import logging
-import math
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
-import zmq
 
+from engine.control.blame import DEATHS_ALONE, Blame, Verdict
+from engine.control.liveness import Liveness
 from engine.control.messages import (
     Agreement,
     BatchDone,
+    Cancel,
     Drain,
+    Ended,
     Hello,
+    KillRank,
     Message,
     PrefillRequest,
     PrefillResult,
     Progress,
+    Quit,
+    RankDied,
     RankStatus,
     Ready,
+    Record,
     Refused,
     Results,
     Run,
     Snapshot,
+    Spans,
+    StartTrace,
     Submit,
+    Supervise,
     Watch,
     Welcome,
-    decode,
-    encode,
 )
+from engine.control.statistics import Statistics
+from engine.control.tracing import TraceCollector
 from engine.schedule.policy import AsapPolicy
 from engine.schedule.types import Assignment, Batch, Request
 from engine.topology.ranks import RankId
@@ -53,19 +62,23 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     exclusive_tokens: int
     max_wait_s: float
-
-
-_NO_PROGRESS = Progress(busy_seconds=0.0, tokens=0, work_items=0)
+    stall_timeout_s: float = 60.0
+    ttft_slo_s: float | None = None
 
 
 @dataclass(slots=True)
 class _Rank:
+    """The present life of a rank."""
+
     id: RankId
-    peer: bytes = b""
+    peer: bytes | None = None
     pid: int = 0
     ready: bool = False
     load_seconds: float = 0.0
-    progress: Progress = _NO_PROGRESS
+    deaths: int = 0
+    progress: Progress | None = None
+    killed: bool = False  # KillRank was sent
+    innocent: bool = False  # and for no fault of its own or of what it computes
 
 
 @dataclass(slots=True)
@@ -74,35 +87,36 @@ class _Pending:
     request: PrefillRequest  # under the client's own key
     submitted: float
     started: float = 0.0
-
-
-@dataclass(slots=True)
-class _Counters:
-    finished: int = 0
-    failed: int = 0
-    first_run: float | None = None
-    last_done: float = 0.0
+    cancelled: bool = False
 
 
 @dataclass(slots=True)
 class Controller:
-    """State and transitions, without the socket: messages in, (peer, message) pairs out.
-
-    Time is an argument throughout (seconds on any monotonic clock).
-    """
+    """Messages in, (peer, message) pairs out. Time is an argument: seconds, monotonic."""
 
     spec: ControllerSpec
     policy: AsapPolicy
+    statistics: Statistics = field(default_factory=Statistics)
     outbox: deque[tuple[bytes, Message]] = field(default_factory=deque)
-    _ranks: dict[RankId, _Rank] = field(default_factory=dict)
-    _by_peer: dict[bytes, RankId] = field(default_factory=dict)
+    _ranks: dict[tuple[str, int], _Rank] = field(default_factory=dict)
+    _by_peer: dict[bytes, _Rank] = field(default_factory=dict)
     _pending: dict[int, _Pending] = field(default_factory=dict)
-    _batches: dict[int, tuple[int, Batch]] = field(default_factory=dict)
-    _counters: _Counters = field(default_factory=_Counters)
+    _keys: dict[tuple[bytes, int], int] = field(default_factory=dict)
+    _running: dict[int, tuple[int, Batch]] = field(default_factory=dict)  # batch id -> group, batch
+    _fates: dict[int, Verdict] = field(default_factory=dict)  # of batches whose group is to die
+    _blame: Blame = field(default_factory=Blame)
+    _liveness: Liveness = field(default_factory=Liveness)
+    _traces: TraceCollector = field(default_factory=TraceCollector)
+    _supervisor: bytes | None = None
+    _started: bool = False
+    _quitting: bool = False
+    _ended: bool = False
+    _first_run: float | None = None
+    _last_done: float = 0.0
     _next_key: int = 0
 
     def __post_init__(self) -> None:
-        self._ranks = {id_: _Rank(id_) for id_ in self.spec.ranks}
+        self._ranks = {(id_.role, id_.rank): _Rank(id_) for id_ in self.spec.ranks}
 
     @property
     def ready(self) -> bool:
@@ -113,8 +127,66 @@ class Controller:
         """Prompts that a group has been given and has not answered."""
         return len(self._pending) - self.policy.waiting
 
+    @property
+    def busy(self) -> bool:
+        """Somebody waits for something, so that time alone may call for action."""
+        return bool(self._pending or self._traces)
+
     def handle(self, peer: bytes, message: Message, now: float) -> None:
         """Takes one message from `peer`; answers, if any, are in `outbox` afterwards."""
+        rank = self._by_peer.get(peer)
+        if rank is not None:
+            self._handle_rank(rank, message, now)
+            return
+        match message:
+            case Hello():
+                self._greet(peer, message, now)
+            case Supervise():
+                self._supervisor = peer
+            case RankDied():
+                self._bury(message, now)
+            case _:
+                self._handle_client(peer, message, now)
+
+    def schedule(self, now: float) -> float | None:
+        """Starts what the policy says, and looks after those that stand still.
+
+        Returns when to call again at the latest, None for never.
+        """
+        self._started = self._started or self.ready
+        if self._started:
+            for assignment in self.policy.next(now):
+                self._start(assignment, now)
+        self._end_stalls(now)
+        self.outbox.extend(self._traces.finished(now))
+        if self._quitting and not self._pending:
+            self._end(None)
+        return self.policy.next_deadline(now) if self._started else None
+
+    def snapshot(self, now: float) -> Snapshot:
+        elapsed = 0.0
+        if self._first_run is not None:
+            elapsed = (now if self.running else self._last_done) - self._first_run
+        stalled = self._stalled(now)
+        ranks = [
+            self.statistics.complete_rank(_status(rank, rank.id in stalled), now, elapsed)
+            for rank in self._ranks.values()
+        ]
+        snapshot = Snapshot(
+            ready=self.ready,
+            waiting=self.policy.waiting,
+            running=self.running,
+            finished=0,
+            failed=0,
+            ranks=ranks,
+            quitting=self._quitting,
+            problems=self._problems(stalled),
+        )
+        return self.statistics.complete(snapshot, now)
+
+    # --- clients -----------------------------------------------------------------------------
+
+    def _handle_client(self, peer: bytes, message: Message, now: float) -> None:
         match message:
             case Submit(requests):
                 for request in requests:
@@ -123,105 +195,209 @@ class Controller:
                 self.policy.drain()
             case Watch():
                 self.outbox.append((peer, self.snapshot(now)))
-            case Hello():
-                self._greet(peer, message)
-            case Ready(load_seconds):
-                rank = self._ranks[self._by_peer[peer]]
-                rank.ready, rank.load_seconds = True, load_seconds
-            case Progress():
-                self._ranks[self._by_peer[peer]].progress = message
-            case BatchDone(batch, results):
-                self._finish(batch, results, now)
-            case _:
-                log.warning("%s sent an unexpected %s", peer, type(message).__name__)
-
-    def schedule(self, now: float) -> float | None:
-        """Starts what the policy says; returns when to call again at the latest, None for never."""
-        if not self.ready:
-            return None
-        for assignment in self.policy.next(now):
-            self._start(assignment, now)
-        return self.policy.next_deadline(now)
-
-    def snapshot(self, now: float) -> Snapshot:
-        counters = self._counters
-        elapsed = 0.0
-        if counters.first_run is not None:
-            elapsed = (now if self.running else counters.last_done) - counters.first_run
-        return Snapshot(
-            ready=self.ready,
-            waiting=self.policy.waiting,
-            running=self.running,
-            finished=counters.finished,
-            failed=counters.failed,
-            ranks=[_status(rank, elapsed) for rank in self._ranks.values()],
-        )
+            case Cancel(keys):
+                for key in keys:
+                    self._cancel(peer, key)
+            case Quit():
+                self._quitting = True
+            case StartTrace(seconds):
+                there = {r.id: r.peer for r in self._ranks.values() if r.peer is not None}
+                self._traces.start(peer, set(there), now, seconds)
+                self.outbox.extend((to, Record(seconds)) for to in there.values())
+            case _:  # for instance what a rank sent before it died
+                log.info("passed over a %s of %r", type(message).__name__, peer)
 
     def _admit(self, peer: bytes, request: PrefillRequest, now: float) -> None:
+        if self._quitting:
+            refused = PrefillResult(request.key, error="the instance is stopping")
+            self.outbox.append((peer, Results([refused])))
+            return
         key, self._next_key = self._next_key, self._next_key + 1
         self._pending[key] = _Pending(peer, request, now)
+        self._keys[peer, request.key] = key
         self.policy.add(Request(key, len(request.token_ids), now))
+        self.statistics.submitted(now)
 
-    def _greet(self, peer: bytes, hello: Hello) -> None:
-        rank = self._ranks.get(hello.id)
+    def _cancel(self, peer: bytes, client_key: int) -> None:
+        key = self._keys.get((peer, client_key))
+        if key is None:
+            return
+        if self.policy.cancel(key):
+            self._forget(key)
+        else:
+            self._pending[key].cancelled = True
+
+    def _forget(self, key: int) -> _Pending:
+        pending = self._pending.pop(key)
+        self._keys.pop((pending.client, pending.request.key), None)
+        self._blame.cleared(key)
+        return pending
+
+    def _answer(self, results: list[PrefillResult], now: float) -> None:
+        by_client: dict[bytes, list[PrefillResult]] = {}
+        for result in results:
+            pending = self._forget(result.key)
+            queue_s, compute_s = pending.started - pending.submitted, now - pending.started
+            failed = result.error is not None
+            self.statistics.finished(
+                len(pending.request.token_ids), queue_s + compute_s, failed, now
+            )
+            if pending.cancelled:
+                continue
+            answer = msgspec.structs.replace(
+                result, key=pending.request.key, queue_s=queue_s, compute_s=compute_s
+            )
+            by_client.setdefault(pending.client, []).append(answer)
+        self.outbox.extend((client, Results(mine)) for client, mine in by_client.items())
+
+    # --- ranks -------------------------------------------------------------------------------
+
+    def _handle_rank(self, rank: _Rank, message: Message, now: float) -> None:
+        progress = message if isinstance(message, Progress) else None
+        self._liveness.heard(rank.id, now, progress)
+        match message:
+            case Progress():
+                rank.progress = message
+                self.statistics.progress(rank.id, message, now)
+            case BatchDone(batch, results):
+                self._finish(batch, results, now)
+            case Ready(load_seconds):
+                rank.ready, rank.load_seconds = True, load_seconds
+                if rank.id.role == "attention":
+                    self.policy.recovered(rank.id.rank)
+            case Spans(spans):
+                self._traces.add(spans)
+            case Hello():  # again, because the answer took long
+                self.outbox.append((rank.peer or b"", Welcome()))
+            case _:
+                log.warning("%s sent an unexpected %s", rank.id, type(message).__name__)
+
+    def _greet(self, peer: bytes, hello: Hello, now: float) -> None:
+        rank = self._ranks.get((hello.id.role, hello.id.rank))
         if rank is None:
             self.outbox.append((peer, Refused(f"{hello.id} is not part of this instance")))
-            return
-        difference = _difference(self.spec.agreement, hello.agreement)
-        if difference:
+        elif rank.id != hello.id:
+            # A new life before the news of the old one's death, or the reverse. It asks again.
+            log.info("%s came in life %d", hello.id, hello.id.incarnation)
+        elif difference := _difference(self.spec.agreement, hello.agreement):
             self.outbox.append((peer, Refused(difference)))
-            return
-        rank.peer, rank.pid = peer, hello.pid
-        self._by_peer[peer] = hello.id
-        self.outbox.append((peer, Welcome()))
+        else:
+            rank.peer, rank.pid = peer, hello.pid
+            self._by_peer[peer] = rank
+            self._liveness.heard(rank.id, now)
+            self.outbox.append((peer, Welcome()))
 
     def _start(self, assignment: Assignment, now: float) -> None:
-        counters = self._counters
-        if counters.first_run is None:
-            counters.first_run = now
-        rank = self._ranks[RankId("attention", assignment.group)]
+        if self._first_run is None:
+            self._first_run = now
+        rank = self._ranks["attention", assignment.group]
+        assert rank.peer is not None
+        self._liveness.assigned(rank.id, now)
         for lane, batch in enumerate(assignment.batches):
             requests = []
             for segment in batch.segments:
                 pending = self._pending[segment.key]
-                pending.started = now
+                pending.started = pending.started or now
                 requests.append(msgspec.structs.replace(pending.request, key=segment.key))
-            self._batches[batch.id] = (assignment.group, batch)
+            self._running[batch.id] = (assignment.group, batch)
             self.outbox.append((rank.peer, Run(batch, lane, requests)))
 
     def _finish(self, batch_id: int, results: list[PrefillResult], now: float) -> None:
-        group, _ = self._batches.pop(batch_id)
+        group, batch = self._running.pop(batch_id)
+        self._fates.pop(batch_id, None)
         self.policy.finished(group, batch_id)
-        counters = self._counters
-        counters.last_done = now
-        by_client: dict[bytes, list[PrefillResult]] = {}
-        for result in results:
-            pending = self._pending.pop(result.key)
-            counters.finished += result.error is None
-            counters.failed += result.error is not None
-            by_client.setdefault(pending.client, []).append(
-                msgspec.structs.replace(
-                    result,
-                    key=pending.request.key,
-                    queue_s=pending.started - pending.submitted,
-                    compute_s=now - pending.started,
-                )
-            )
-        for client, mine in by_client.items():
-            self.outbox.append((client, Results(mine)))
+        self._blame.settled(batch)
+        self._last_done = now
+        self._answer(results, now)
+
+    # --- deaths and stalls -------------------------------------------------------------------
+
+    def _bury(self, death: RankDied, now: float) -> None:
+        """A rank died, and its successor is on the way: its work is not lost."""
+        old = self._ranks[death.id.role, death.id.rank]
+        self._ranks[death.id.role, death.id.rank] = _Rank(death.successor, deaths=old.deaths + 1)
+        if old.peer is not None:
+            del self._by_peer[old.peer]
+        self._liveness.gone(death.id)
+        self._traces.gone(death.id)
+        blamed = None
+        if death.batch in self._running and not old.innocent:
+            blamed = self._running[death.batch][1]
+        log.warning("%s died: %s; it computed %s", death.id, death.reason, blamed)
+        if not old.innocent and self._blame.hopeless(death.id, death.work_items, blamed):
+            self._end(f"{death.id} died too often without finishing work; last: {death.reason}")
+            return
+        verdict = Verdict.AGAIN if blamed is None else self._blame.judge(blamed)
+        if blamed is not None and verdict is not Verdict.AGAIN:
+            self._fates[blamed.id] = verdict
+            if death.id.role == "expert":
+                # The batch has to leave its group. A new life of the group is the surest way.
+                group = self._ranks["attention", self._running[blamed.id][0]]
+                group.innocent = True
+                self._kill(group, f"to take batch {blamed.id} from it")
+        if death.id.role == "attention":
+            self._requeue(self.policy.lost(death.id.rank), death.reason, now)
+
+    def _requeue(self, batches: list[Batch], reason: str, now: float) -> None:
+        for batch in batches:
+            del self._running[batch.id]
+            match self._fates.pop(batch.id, Verdict.AGAIN):
+                case Verdict.AGAIN:
+                    self.policy.retry([batch])
+                case Verdict.ALONE:
+                    self._blame.settled(batch)
+                    self.policy.retry(self.policy.alone(batch))
+                case Verdict.GIVE_UP:
+                    self._blame.settled(batch)
+                    error = (
+                        f"given up after {DEATHS_ALONE} deaths of the rank that ran it: {reason}"
+                    )
+                    self._answer([PrefillResult(s.key, error=error) for s in batch.segments], now)
+
+    def _kill(self, rank: _Rank, reason: str) -> None:
+        if not rank.killed and self._supervisor is not None:
+            rank.killed = True
+            self.outbox.append((self._supervisor, KillRank(rank.id, reason)))
+
+    def _stalled(self, now: float) -> dict[RankId, float]:
+        return self._liveness.stalled(now, {group for group, _ in self._running.values()})
+
+    def _end_stalls(self, now: float) -> None:
+        for id_, seconds in self._stalled(now).items():
+            if seconds > self.spec.stall_timeout_s:
+                reason = f"no progress for {seconds:.0f} s"
+                self._kill(self._ranks[id_.role, id_.rank], reason)
+
+    def _problems(self, stalled: dict[RankId, float]) -> list[str]:
+        problems = [
+            f"{id_} has work and has made no progress for {seconds:.0f} s"
+            for id_, seconds in stalled.items()
+        ]
+        if self._started:
+            problems += [f"{r.id} is starting again" for r in self._ranks.values() if not r.ready]
+        return problems
+
+    def _end(self, reason: str | None) -> None:
+        if not self._ended and self._supervisor is not None:
+            self._ended = True
+            self.outbox.append((self._supervisor, Ended(reason)))
 
 
-def _status(rank: _Rank, elapsed: float) -> RankStatus:
-    busy = rank.progress.busy_seconds
+def _status(rank: _Rank, stalled: bool) -> RankStatus:
+    progress = rank.progress or Progress(busy_seconds=0.0, tokens=0, work_items=0)
+    state = "stalled" if stalled else progress.state if rank.ready else "starting"
     return RankStatus(
         id=rank.id,
         pid=rank.pid,
         ready=rank.ready,
+        state=state,
         load_seconds=rank.load_seconds,
-        busy_seconds=busy,
-        busy=min(1.0, busy / elapsed) if elapsed > 0 else 0.0,
-        tokens=rank.progress.tokens,
-        work_items=rank.progress.work_items,
+        lanes=progress.lanes,
+        queue=progress.queue,
+        serving=progress.serving,
+        hottest=progress.hottest,
+        memory_bytes=progress.memory_bytes,
+        deaths=rank.deaths,
     )
 
 
@@ -232,47 +408,3 @@ def _difference(ours: Agreement, theirs: Agreement) -> str:
         for name in Agreement.__struct_fields__
         if getattr(ours, name) != getattr(theirs, name)
     )
-
-
-def main(payload: bytes, _fds: list[int]) -> None:
-    """Runs a controller until it is killed. `payload` is a ControllerSpec in msgpack."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s controller %(message)s")
-    spec = msgspec.msgpack.decode(payload, type=ControllerSpec)
-    policy = AsapPolicy(
-        groups=spec.groups,
-        lanes=spec.agreement.lanes,
-        min_batch_tokens=spec.min_batch_tokens,
-        max_batch_tokens=spec.max_batch_tokens,
-        exclusive_tokens=spec.exclusive_tokens,
-        max_wait_s=spec.max_wait_s,
-    )
-    controller = Controller(spec, policy)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.set_hwm(0)
-        socket.linger = 0
-        socket.bind(spec.address)
-        _serve(controller, socket)
-
-
-def _milliseconds_until(deadline: float) -> int:
-    """Rounded up: waking before the deadline would mean asking in vain."""
-    return math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
-
-
-def _serve(controller: Controller, socket: zmq.Socket[bytes]) -> None:
-    wake_at: float | None = None
-    while True:
-        socket.poll(None if wake_at is None else _milliseconds_until(wake_at))
-        while socket.poll(0):
-            peer, data = socket.recv_multipart()
-            try:
-                message = decode(data)
-            except msgspec.DecodeError as error:
-                log.warning("refused a message from %s: %s", peer, error)
-                controller.outbox.append((peer, Refused(f"not a message: {error}")))
-                continue
-            controller.handle(peer, message, time.monotonic())
-        wake_at = controller.schedule(time.monotonic())
-        while controller.outbox:
-            peer, message = controller.outbox.popleft()
-            socket.send_multipart([peer, encode(message)])

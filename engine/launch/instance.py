@@ -1,43 +1,157 @@
 """A running instance: from a Plan to processes and a client of their controller."""
 
+import itertools
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from typing import Literal
 
 import msgspec
 import zmq
 
-from engine import __version__
-from engine.comm.windows import create_windows
 from engine.control.client import Client
 from engine.control.controller import ControllerSpec
-from engine.control.messages import Agreement, Snapshot
+from engine.control.messages import Snapshot, Supervise
+from engine.errors import RunError
+from engine.launch.listen import url_of
 from engine.launch.plan import Plan
-from engine.launch.supervisor import Supervisor
-from engine.topology.ranks import RankId
-from engine.worker.spec import PeerSpec, RankSpec
-
-_POLL_S = 0.1
+from engine.launch.ranks import Ranks
+from engine.launch.registry import InstanceRecord, write_record
+from engine.launch.supervisor import Exit, Supervisor
+from engine.serve.spec import HttpSpec
 
 OnProgress = Callable[[Snapshot], None]
+
+_POLL_S = 0.1
+# An HTTP process that dies more often than this within a minute will not serve.
+_MOST_HTTP_DEATHS = 5
+_MINUTE_S = 60.0
+
+_names = itertools.count()
+
+
+class Instance:
+    """Decides what happens when one of the processes ends; the guard of the supervisor's client.
+
+    A rank is started again once the instance has been ready; the HTTP process always is. The end
+    of any other process is the end of the instance.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        supervisor: Supervisor,
+        http: HttpSpec | None,
+        listener: socket.socket | None,
+    ) -> None:
+        self.address = f"ipc://{supervisor.folder}/control"
+        self.ranks = Ranks(plan, supervisor, self.address)
+        self.ready = False
+        self._plan = plan
+        self._supervisor = supervisor
+        self._http = http
+        self._listener = listener
+        self._http_deaths: list[float] = []
+        self._client: Client | None = None
+        supervisor.on_exit = self._on_exit
+
+    def start(self, client: Client) -> None:
+        """Starts every process. `client` is told of deaths from now on."""
+        self._client = client
+        schedule = self._plan.topology.schedule
+        controller = ControllerSpec(
+            address=self.address,
+            agreement=self.ranks.agreement,
+            ranks=self.ranks.ids,
+            groups=self._plan.groups,
+            min_batch_tokens=schedule.min_batch_tokens,
+            max_batch_tokens=schedule.max_batch_tokens,
+            exclusive_tokens=schedule.exclusive_tokens,
+            max_wait_s=schedule.max_wait_ms / 1000,
+            stall_timeout_s=schedule.stall_timeout_s,
+            ttft_slo_s=schedule.ttft_slo_s,
+        )
+        self._supervisor.spawn(
+            "engine.control.service:main", "controller", msgspec.msgpack.encode(controller)
+        )
+        client.send(Supervise())
+        self.ranks.start()
+        self._start_http()
+
+    def fileno(self) -> int:
+        return self._supervisor.fileno()
+
+    def check(self) -> None:
+        self._supervisor.check()
+
+    def kill(self, title: str) -> None:
+        self._supervisor.kill(title)
+
+    def end(self, reason: str | None) -> None:
+        """The controller says that the instance is over. Raises RunError if it failed."""
+        if reason is not None:
+            self._supervisor.fail(RunError(reason))
+
+    def _on_exit(self, exit_: Exit) -> None:
+        if exit_.title == "http":
+            now = time.monotonic()
+            self._http_deaths = [t for t in self._http_deaths if t > now - _MINUTE_S] + [now]
+            if len(self._http_deaths) > _MOST_HTTP_DEATHS or not self.ready:
+                raise RunError(exit_.reason)
+            self._start_http()
+        elif exit_.title == "controller" or not self.ready or self._client is None:
+            raise RunError(exit_.reason)
+        else:
+            self._client.send(self.ranks.restart(exit_))
+
+    def _start_http(self) -> None:
+        if self._http is not None and self._listener is not None:
+            spec = msgspec.structs.replace(
+                self._http, controller=self.address, instance=self._supervisor.name
+            )
+            fds = [self._listener.fileno()]
+            self._supervisor.spawn(
+                "engine.serve.http:main", "http", msgspec.msgpack.encode(spec), fds
+            )
 
 
 @contextmanager
 def start_instance(
-    plan: Plan, on_progress: OnProgress | None = None, name: str = "prefill"
+    plan: Plan,
+    on_progress: OnProgress | None = None,
+    *,
+    name: str | None = None,
+    command: Literal["launch", "prefill"] = "prefill",
+    http: HttpSpec | None = None,
+    listener: socket.socket | None = None,
 ) -> Iterator[Client]:
     """Starts every process of `plan`, waits until all are ready, and yields a client.
 
-    on_progress is called several times a second while ranks load. Leaving the context ends every
-    process. RunError, in here or from the client: a process failed; it names the first one.
+    on_progress is called several times a second while ranks load. http, listener: what to serve,
+    and the socket to serve it on. Leaving the context ends every process. RunError, in here or from
+    the client: the instance failed, and why.
     """
     with ExitStack() as stack:
-        supervisor = stack.enter_context(Supervisor(name))
-        _spawn_all(plan, supervisor)
+        supervisor = stack.enter_context(Supervisor(name or _own_name()))
+        instance = Instance(plan, supervisor, http, listener)
+        stack.callback(instance.ranks.close)
+        record = InstanceRecord(
+            name=supervisor.name,
+            pid=os.getpid(),
+            command=command,
+            model=str(plan.model_dir),
+            topology=plan.topology.source,
+            started=time.time(),
+            controller=instance.address,
+            url=None if listener is None else url_of(listener),
+        )
+        write_record(supervisor.folder, record)
         context = stack.enter_context(zmq.Context())
-        client = Client(context, _controller_address(supervisor.folder), supervisor)
+        client = Client(context, instance.address, instance)
         stack.callback(client.close)
+        instance.start(client)
         while True:
             snapshot = client.fresh_snapshot(timeout_s=5.0)
             if snapshot is not None and on_progress is not None:
@@ -45,92 +159,12 @@ def start_instance(
             if snapshot is not None and snapshot.ready:
                 break
             client.receive(_POLL_S)
+        instance.ready = True
+        write_record(supervisor.folder, msgspec.structs.replace(record, state="ready"))
         yield client
 
 
-def _spawn_all(plan: Plan, supervisor: Supervisor) -> None:
-    agreement = _agreement(plan)
-    attention = [RankId("attention", group) for group in range(plan.groups)]
-    expert = [RankId("expert", rank) for rank in range(len(plan.experts))]
-    controller = _controller_spec(plan, agreement, supervisor.folder, attention + expert)
-    supervisor.spawn(
-        "engine.control.controller:main", "controller", msgspec.msgpack.encode(controller)
-    )
-    windows: dict[tuple[RankId, RankId], int] = {}
-    try:
-        for a in attention:
-            for e in expert:
-                windows[a, e] = create_windows(plan.windows[e.rank].total_bytes)
-        for e in expert:
-            spec = _rank_spec(plan, agreement, supervisor.folder, e, attention)
-            fds = [windows[a, e] for a in attention]
-            supervisor.spawn("engine.worker.expert:main", str(e), msgspec.msgpack.encode(spec), fds)
-        for a in attention:
-            spec = _rank_spec(plan, agreement, supervisor.folder, a, expert)
-            fds = [windows[a, e] for e in expert]
-            supervisor.spawn(
-                "engine.worker.attention:main", str(a), msgspec.msgpack.encode(spec), fds
-            )
-    finally:
-        for fd in windows.values():
-            os.close(fd)  # the packet to the zygote holds its own
-
-
-def _controller_address(folder: Path) -> str:
-    return f"ipc://{folder}/control"
-
-
-def _bell_address(folder: Path, rank: RankId) -> str:
-    return f"ipc://{folder}/{rank.role}-{rank.rank}.{rank.incarnation}"
-
-
-def _agreement(plan: Plan) -> Agreement:
-    return Agreement(
-        version=__version__,
-        model=str(plan.model_dir),
-        model_hash=plan.model_hash,
-        dtype=plan.dtype,
-        hidden_size=plan.config.hidden_size,
-        layers=plan.config.layers,
-        experts=plan.config.experts,
-        top_k=plan.config.top_k,
-        lanes=plan.lanes,
-        window_tokens=plan.window_tokens,
-    )
-
-
-def _controller_spec(
-    plan: Plan, agreement: Agreement, folder: Path, ranks: list[RankId]
-) -> ControllerSpec:
-    schedule = plan.topology.schedule
-    return ControllerSpec(
-        address=_controller_address(folder),
-        agreement=agreement,
-        ranks=ranks,
-        groups=plan.groups,
-        min_batch_tokens=schedule.min_batch_tokens,
-        max_batch_tokens=schedule.max_batch_tokens,
-        exclusive_tokens=schedule.exclusive_tokens,
-        max_wait_s=schedule.max_wait_ms / 1000,
-    )
-
-
-def _rank_spec(
-    plan: Plan, agreement: Agreement, folder: Path, rank: RankId, others: list[RankId]
-) -> RankSpec:
-    def expert_of(other: RankId) -> int:
-        return rank.rank if rank.role == "expert" else other.rank
-
-    return RankSpec(
-        id=rank,
-        model_dir=str(plan.model_dir),
-        agreement=agreement,
-        controller=_controller_address(folder),
-        bell=_bell_address(folder, rank),
-        peers=[
-            PeerSpec(other, _bell_address(folder, other), plan.windows[expert_of(other)])
-            for other in others
-        ],
-        experts=[(span.start, span.stop) for span in plan.experts],
-        threads=1,
-    )
+def _own_name() -> str:
+    """A name for an instance that nobody named: one a process may have several."""
+    number = next(_names)
+    return f"prefill-{os.getpid()}" + (f"-{number}" if number else "")

@@ -1,4 +1,4 @@
-"""The supervisor: starts the processes of an instance, notices the first that fails, ends them all.
+"""The supervisor: starts the processes of an instance, notices who ends, and ends them all.
 
 It runs in the asapctl process itself. Ending is always the same and needs nobody's help: closing
 the socket to the zygote, which kills the ranks and removes the runtime folder. A supervisor that
@@ -7,36 +7,46 @@ is killed closes that socket too.
 
 import contextlib
 import os
-import secrets
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple, NoReturn
 
+from engine.comm.packets import packet_pair
 from engine.errors import RunError
 from engine.launch import zygote
+from engine.launch.kept_logs import keep_logs
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 15.0
-_KEPT_LOGS = 20
+
+
+class Exit(NamedTuple):
+    """The end of a process: `code` is negative for a signal, `reason` says it all in words."""
+
+    title: str
+    code: int
+    reason: str
 
 
 class Supervisor:
     """The processes of one instance. Use as a context manager; leaving it ends all of them.
 
-    Every failure of a process is raised as one RunError that names the first one that failed.
+    on_exit decides about each process that ends: it starts another, or raises the RunError that
+    the instance fails with. Without it, the first one that ends is the failure.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = f"{name}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.name = name
         self.folder = Path()
+        self.on_exit: Callable[[Exit], None] = _fail
         self._titles: dict[int, str] = {}
         self._spawning: list[str] = []
         self._failure: RunError | None = None
@@ -44,7 +54,7 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("an instance is started from the main thread")
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link, theirs = packet_pair()
         try:
             with theirs:
                 self._zygote = subprocess.Popen(
@@ -89,12 +99,27 @@ class Supervisor:
     def log_of(self, title: str) -> Path:
         return self.folder / "logs" / f"{title.replace(' ', '-')}.log"
 
+    def kill(self, title: str) -> None:
+        """Kills the process of that title; `check` hears of it like of any other death."""
+        for pid, name in self._titles.items():
+            if name == title:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
     def check(self) -> None:
-        """Raises RunError if a process of the instance has ended. Never blocks."""
+        """Deals with processes that have ended. Raises RunError once the instance has failed.
+
+        Never blocks.
+        """
         while self._failure is None and select.select([self._link], [], [], 0)[0]:
             self._take(zygote.receive_event(self._link))
         if self._failure is not None:
             raise self._failure
+
+    def fail(self, error: RunError) -> NoReturn:
+        """Ends the instance's life with `error`: its logs will be kept."""
+        self._failure = self._failure or error
+        raise self._failure
 
     def end(self) -> None:
         """Ends every process and removes the runtime folder. Never raises; may be repeated."""
@@ -133,7 +158,11 @@ class Supervisor:
             case zygote.Spawned(pid):
                 self._titles[pid] = self._spawning.pop(0)
             case zygote.Exited(pid, code):
-                self._failure = RunError(self._describe(self._titles[pid], pid, code))
+                title = self._titles.pop(pid)
+                try:
+                    self.on_exit(Exit(title, code, self._describe(title, pid, code)))
+                except RunError as error:
+                    self._failure = error
             case zygote.Failed(reason):
                 self._failure = RunError(reason)
             case None:
@@ -148,16 +177,15 @@ class Supervisor:
         return f"{what}: {reason}" if reason else what
 
     def _keep_logs(self) -> None:
-        """Moves the logs of a failed instance where its user can read them, and says where."""
-        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        kept = state / "asapctl" / "logs"
+        """Puts the logs of a failed instance where its user can read them, and says where."""
         with contextlib.suppress(OSError):
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.move(self.folder / "logs", kept / self.name)
-            for old in sorted(kept.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT_LOGS]:
-                shutil.rmtree(old, ignore_errors=True)
+            kept = keep_logs(self.folder / "logs", self.name)
             if self._failure is not None:
-                self._failure.args = (f"{self._failure}\nlogs: {kept / self.name}",)
+                self._failure.args = (f"{self._failure}\nlogs: {kept}",)
+
+
+def _fail(exit_: Exit) -> None:
+    raise RunError(exit_.reason)
 
 
 def _environment() -> dict[str, str]:

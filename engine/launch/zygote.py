@@ -10,7 +10,6 @@ Supervisor and zygote talk over a SOCK_SEQPACKET pair: one msgpack struct a pack
 descriptors beside it.
 """
 
-import array
 import contextlib
 import ctypes
 import os
@@ -26,11 +25,9 @@ from typing import NoReturn, TypeAlias
 
 import msgspec
 
+from engine.comm.packets import receive_packet, send_packet
 from engine.launch.runtime_folder import create_folder, remove_folder
 
-# SCM_RIGHTS carries at most 253 descriptors in one message.
-MAX_FDS = 253
-_MAX_PACKET = 1 << 17
 _PR_SET_PDEATHSIG = 1
 
 
@@ -80,34 +77,13 @@ _decode_spawn = msgspec.msgpack.Decoder(Spawn).decode
 
 def send_spawn(link: socket.socket, request: Spawn, fds: list[int]) -> None:
     """Asks for one fork. `fds[0]` is the log. Raises OSError when the zygote is gone."""
-    rights = array.array("i", fds)
-    data = msgspec.msgpack.encode(request)
-    link.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    send_packet(link, msgspec.msgpack.encode(request), fds)
 
 
 def receive_event(link: socket.socket) -> Event | None:
     """The next event, or None when the zygote is gone."""
-    try:
-        data = link.recv(_MAX_PACKET)
-    except ConnectionError:
-        # The zygote ended with requests unread. That is reported before what it had sent.
-        data = link.recv(_MAX_PACKET)
-    return _decode_event(data) if data else None
-
-
-def _receive_spawn(link: socket.socket) -> tuple[Spawn, list[int]] | None:
-    size = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
-    try:
-        data, ancillary, _, _ = link.recvmsg(_MAX_PACKET, size)
-    except ConnectionError:
-        return None
-    if not data:
-        return None
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return _decode_spawn(data), list(fds)
+    packet = receive_packet(link)
+    return None if packet is None else _decode_event(packet[0])
 
 
 def die_with_parent(parent: int) -> None:
@@ -149,10 +125,11 @@ class _Zygote:
                         self.wake.recv(4096)
                     self.reap()
                 if self.link in ready:
-                    message = _receive_spawn(self.link)
-                    if message is None:
+                    packet = receive_packet(self.link)
+                    if packet is None:
                         return
-                    self.fork(*message)
+                    data, fds = packet
+                    self.fork(_decode_spawn(data), fds)
 
     def reap(self, *, block: bool = False) -> None:
         while self.children:

@@ -91,6 +91,16 @@ class AttentionModel(nn.Module):
         out: Tensor = block.mlp(block.post_attention_layernorm(hidden))
         return hidden + out
 
+    def layer_flops(self, spans: Sequence[Span]) -> float:
+        """About how many floating-point operations `attend` takes for these spans.
+
+        Projections as 4 square matrices; scores and sums over all earlier positions.
+        """
+        hidden = self.config.hidden_size
+        pairs = sum(span.length * (span.start + span.length / 2) for span in spans)
+        tokens = sum(span.length for span in spans)
+        return 2.0 * hidden * (4 * hidden * tokens + 2 * pairs)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, H] after the last layer -> [M, V] float32."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head

@@ -29,6 +29,10 @@ class ExpertModel(nn.Module):
         )
         self.requires_grad_(False)
 
+    def flops(self, pairs: int) -> float:
+        """Floating-point operations of `pairs` (token, expert) pairs: three products each."""
+        return 6.0 * pairs * self.config.hidden_size * self.config.expert_intermediate
+
     def serve(
         self,
         layer: int,

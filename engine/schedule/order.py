@@ -1,6 +1,7 @@
 """In which order an expert rank serves the work that is ready."""
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -17,6 +18,10 @@ class RoundRobin(Generic[Item]):
 
     def __len__(self) -> int:
         return sum(len(items) for items in self._ready.values())
+
+    def __iter__(self) -> Iterator[Item]:
+        for items in self._ready.values():
+            yield from items
 
     def push(self, group: int, item: Item) -> None:
         """`item` of `group` (0 or more) became ready."""

@@ -1,52 +1,76 @@
 """The attention rank: advances whichever lane is ready, and blocks only when none is."""
 
 import logging
+import os
 import time
 from pathlib import Path
 
 import torch
 import zmq
 
-from engine.comm.primitives import AttentionEndpoint
+from engine.comm.primitives import Arrival, AttentionEndpoint, Peer
 from engine.comm.shm import ShmAttentionEndpoint
-from engine.control.messages import BatchDone, Run
+from engine.control.messages import BatchDone, LaneStatus, Progress, Run, Stop
 from engine.model.config import load_config
 from engine.model.loading import load_attention
 from engine.worker.lane import Lane
+from engine.worker.lifeline import Lifeline
+from engine.worker.meter import Meter
 from engine.worker.prompt import Prompt
-from engine.worker.rank import ControlLink, Meter, own_agreement, peers_of, run_rank, wants_to_stop
+from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank, take_peers
 from engine.worker.spec import RankSpec
 
 log = logging.getLogger(__name__)
 
+_WARM_UP_S = 0.1  # how long to wait for expert ranks before listening to the supervisor again
+
 
 class AttentionLoop:
-    def __init__(self, lanes: list[Lane], endpoint: AttentionEndpoint, link: ControlLink) -> None:
+    def __init__(
+        self,
+        lanes: list[Lane],
+        endpoint: AttentionEndpoint,
+        link: ControlLink,
+        lifeline: Lifeline,
+        meter: Meter,
+    ) -> None:
         self._lanes = lanes
         self._endpoint = endpoint
         self._link = link
-        self._meter = Meter()
+        self._lifeline = lifeline
+        self._meter = meter
+        self._memory = Memory()
         self._next = 0  # the lane to look at first: they take turns
-        link.watch(endpoint.socket)
+        link.watch(endpoint.socket, lifeline.fileno())
 
     def run(self) -> None:
         """Until the controller says stop."""
         while True:
-            messages = self._link.receive()
-            if wants_to_stop(messages):
-                return
-            for message in messages:
+            for message in self._link.receive():
+                if isinstance(message, Stop):
+                    return
                 if isinstance(message, Run):
-                    with self._meter.working(message.batch.tokens):
-                        self._lanes[message.lane].start(message.batch, message.requests)
+                    self._start(message)
+            for peer in self._lifeline.receive():
+                self._replace(peer)
             for arrival in self._endpoint.combine_recv():
-                with self._meter.working(0):
-                    self._lanes[arrival.lane].take(arrival)
+                self._take(arrival)
             lane = self._ready_lane()
             if lane is not None:
                 self._advance(lane)
-            else:
-                self._link.wait(self._meter)
+                continue
+            with_work = any(lane.batch is not None for lane in self._lanes)
+            with self._meter.waiting(with_work):
+                self._link.wait(self._waiting, with_work)
+
+    def _start(self, message: Run) -> None:
+        batch = message.batch
+        with self._meter.computing(batch.id, batch.tokens):
+            self._lanes[message.lane].start(batch, message.requests)
+
+    def _take(self, arrival: Arrival) -> None:
+        with self._meter.computing(arrival.batch):
+            self._lanes[arrival.lane].take(arrival)
 
     def _ready_lane(self) -> Lane | None:
         count = len(self._lanes)
@@ -59,49 +83,88 @@ class AttentionLoop:
 
     def _advance(self, lane: Lane) -> None:
         assert lane.batch is not None
-        batch = lane.batch.id
-        with self._meter.working(0):
+        batch, flops = lane.batch.id, lane.next_flops
+        self._meter.predict(flops)
+        self._link.report_if_due(self._computing)
+        with self._meter.computing(batch, flops=flops):
             results = lane.advance()
-        if results is None:
-            self._link.report_if_due(self._meter)
-        else:
-            self._link.report(self._meter)
+        if results is not None:
+            self._link.report(self._computing)
             self._link.send(BatchDone(batch, results))
+
+    def _replace(self, peer: Peer) -> None:
+        """An expert rank was started again: what it had not answered is sent to its new life."""
+        lost = self._endpoint.reconnect(peer)
+        log.info(
+            "%s is in life %d; %d dispatches go again", peer.id, peer.id.incarnation, len(lost)
+        )
+        for arrival in lost:
+            self._lanes[arrival.lane].send_again(arrival)
+
+    def _computing(self) -> Progress:
+        return self._progress(waits_for=[])
+
+    def _waiting(self) -> Progress:
+        return self._progress(waits_for=sorted({e for lane in self._lanes for e in lane.awaited}))
+
+    def _progress(self, waits_for: list[int]) -> Progress:
+        batches = [(lane, lane.batch) for lane in self._lanes if lane.batch is not None]
+        return Progress(
+            busy_seconds=self._meter.busy_seconds,
+            wait_seconds=self._meter.wait_seconds,
+            tokens=self._meter.tokens,
+            work_items=self._meter.work_items,
+            state="waiting" if waits_for else "computing" if batches else "idle",
+            predicted_s=self._meter.predicted_s,
+            waits_for=waits_for,
+            lanes=[LaneStatus(lane.index, b.id, b.tokens, lane.layer) for lane, b in batches],
+            memory_bytes=self._memory.read(),
+        )
 
 
 def main(payload: bytes, fds: list[int]) -> None:
-    """Runs an attention rank as this process. `payload` is a RankSpec, `fds` its windows."""
+    """Runs an attention rank as this process; see `run_rank`."""
+    run_rank(payload, fds, _run)
 
-    def body(spec: RankSpec) -> None:
-        agreement = spec.agreement
-        with zmq.Context() as context:
-            link = ControlLink(context, spec)
-            config = load_config(Path(spec.model_dir))
+
+def _run(spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter) -> None:
+    agreement = spec.agreement
+    dtype = getattr(torch, agreement.dtype)
+    with zmq.Context() as context:
+        link = ControlLink(context, spec)
+        config = load_config(Path(spec.model_dir))
+        endpoint = ShmAttentionEndpoint(
+            spec.id, spec.bell, take_peers(spec, windows), dtype, config.layers, context
+        )
+        try:
+            for fd in windows:
+                os.close(fd)  # the endpoint has mapped them
             link.hello(own_agreement(spec, config))
             start = time.monotonic()
-            dtype = getattr(torch, agreement.dtype)
-            endpoint = ShmAttentionEndpoint(
-                spec.id, spec.bell, peers_of(spec, fds), dtype, config.layers, context
-            )
-            try:
-                model = load_attention(Path(spec.model_dir), config, dtype)
-                loaded = time.monotonic() - start
-                endpoint.warm_up(spec.warm_up_s)
-                log.info("ready, weights loaded in %.2f s", loaded)
-                link.ready(loaded)
-                bounds = [range(first, stop) for first, stop in spec.experts]
-                made_by = {
-                    "architecture": config.architecture,
-                    "model": agreement.model,
-                    "model_hash": agreement.model_hash,
-                }
-                prompts: dict[int, Prompt] = {}
-                lanes = [
-                    Lane(index, model, endpoint, bounds, agreement.window_tokens, prompts, made_by)
-                    for index in range(agreement.lanes)
-                ]
-                AttentionLoop(lanes, endpoint, link).run()
-            finally:
-                endpoint.close()
-
-    run_rank(payload, body)
+            model = load_attention(Path(spec.model_dir), config, dtype)
+            loaded = time.monotonic() - start
+            while endpoint.warm_up(_WARM_UP_S):
+                for peer in lifeline.receive():
+                    endpoint.reconnect(peer)
+            log.info("life %d is ready, loaded in %.2f s", spec.id.incarnation, loaded)
+            link.ready(loaded)
+            prompts: dict[int, Prompt] = {}
+            lanes = [
+                Lane(
+                    index=index,
+                    model=model,
+                    endpoint=endpoint,
+                    bounds=[range(first, stop) for first, stop in spec.experts],
+                    window_tokens=agreement.window_tokens,
+                    prompts=prompts,
+                    kv_metadata={
+                        "architecture": config.architecture,
+                        "model": agreement.model,
+                        "model_hash": agreement.model_hash,
+                    },
+                )
+                for index in range(agreement.lanes)
+            ]
+            AttentionLoop(lanes, endpoint, link, lifeline, meter).run()
+        finally:
+            endpoint.close()

@@ -71,6 +71,17 @@ class Exchange:
         """Every expert rank's part of every tile has been added."""
         return self._open_tiles == 0
 
+    @property
+    def awaited(self) -> set[int]:
+        """The expert ranks whose part of some tile has not come."""
+        return {rank for tile in self._tiles for rank in tile.turns if rank not in tile.arrived}
+
+    def again(self, lost: Arrival) -> None:
+        """Sends a dispatch again whose expert rank died before its answer was added."""
+        self._tiles[lost.tile].arrived.pop(lost.expert, None)
+        self._unsent[lost.expert].appendleft(lost.tile)
+        self.send()
+
     def send(self) -> None:
         """Dispatches the next tile of every expert rank whose region is free."""
         for rank, unsent in self._unsent.items():

@@ -5,6 +5,7 @@ another; one may be layers ahead.
 """
 
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -13,69 +14,128 @@ import zmq
 
 from engine.comm.primitives import ExpertEndpoint, WorkItem
 from engine.comm.shm import ShmExpertEndpoint
+from engine.control.messages import HotExpert, Progress, Stop
 from engine.model.config import load_config
 from engine.model.experts import ExpertModel
 from engine.model.loading import load_experts
 from engine.schedule.order import RoundRobin
-from engine.worker.rank import ControlLink, Meter, own_agreement, peers_of, run_rank, wants_to_stop
+from engine.worker.lifeline import Lifeline
+from engine.worker.meter import Meter
+from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank, take_peers
 from engine.worker.spec import RankSpec
 
 log = logging.getLogger(__name__)
 
 
 class ExpertLoop:
-    def __init__(self, model: ExpertModel, endpoint: ExpertEndpoint, link: ControlLink) -> None:
+    def __init__(
+        self,
+        model: ExpertModel,
+        experts: range,
+        endpoint: ExpertEndpoint,
+        link: ControlLink,
+        lifeline: Lifeline,
+        meter: Meter,
+    ) -> None:
         self._model = model
+        self._experts = experts
         self._endpoint = endpoint
         self._link = link
-        self._meter = Meter()
+        self._lifeline = lifeline
+        self._meter = meter
+        self._memory = Memory()
         self._order: RoundRobin[WorkItem] = RoundRobin()
-        link.watch(endpoint.socket)
+        self._served = torch.zeros(len(experts), dtype=torch.int64)  # tokens of each local expert
+        self._load_seconds = 0.0
+        self._ready = False
+        link.watch(endpoint.socket, lifeline.fileno())
 
-    def run(self) -> None:
+    def run(self, load_seconds: float) -> None:
         """Until the controller says stop."""
-        while not wants_to_stop(self._link.receive()):
+        self._load_seconds = load_seconds
+        while not any(isinstance(message, Stop) for message in self._link.receive()):
+            for peer in self._lifeline.receive():
+                self._endpoint.reconnect(peer)
+                log.info("%s is in life %d", peer.id, peer.id.incarnation)
             for ready in self._endpoint.dispatch_recv():
                 self._order.push(ready.group, ready)
+            self._say_ready()
             item = self._order.pop()
             if item is None:
-                self._link.wait(self._meter)
+                with self._meter.waiting(with_work=False):
+                    self._link.wait(self._idle, with_work=False)
             elif self._endpoint.is_current(item):
                 self._serve(item)
-                self._link.report_if_due(self._meter)
+
+    def _say_ready(self) -> None:
+        """Once every attention rank has been heard of; it serves from the beginning."""
+        if not self._ready and not self._endpoint.cold:
+            self._ready = True
+            log.info("ready, loaded in %.2f s", self._load_seconds)
+            self._link.ready(self._load_seconds)
 
     def _serve(self, item: WorkItem) -> None:
-        with self._meter.working(item.n):
+        flops = self._model.flops(item.p)
+        self._meter.predict(flops)
+        self._link.report_if_due(self._computing)
+        with self._meter.computing(item.batch, item.n, flops):
             work = self._endpoint.open(item)
             self._model.serve(
                 item.layer, work.hidden, work.counts, work.row_index, work.weights, work.out
             )
+            self._served += work.counts
             self._endpoint.combine_send(item)
         log.debug("served %s", item)
 
+    def _computing(self) -> Progress:
+        return self._progress("computing")
+
+    def _idle(self) -> Progress:
+        return self._progress("idle")
+
+    def _progress(self, state: str) -> Progress:
+        return Progress(
+            busy_seconds=self._meter.busy_seconds,
+            tokens=self._meter.tokens,
+            work_items=self._meter.work_items,
+            state="computing" if state == "computing" else "idle",
+            predicted_s=self._meter.predicted_s,
+            queue=len(self._order),
+            serving=sorted({item.layer for item in self._order}),
+            hottest=self._hottest(),
+            memory_bytes=self._memory.read(),
+        )
+
+    def _hottest(self) -> HotExpert | None:
+        tokens = int(self._served.sum())
+        if not tokens:
+            return None
+        local = int(self._served.argmax())
+        most = int(self._served[local])
+        return HotExpert(self._experts[local], most, most * len(self._experts) / tokens)
+
 
 def main(payload: bytes, fds: list[int]) -> None:
-    """Runs an expert rank as this process. `payload` is a RankSpec, `fds` its windows."""
+    """Runs an expert rank as this process; see `run_rank`."""
+    run_rank(payload, fds, _run)
 
-    def body(spec: RankSpec) -> None:
-        with zmq.Context() as context:
-            link = ControlLink(context, spec)
-            config = load_config(Path(spec.model_dir))
+
+def _run(spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter) -> None:
+    dtype = getattr(torch, spec.agreement.dtype)
+    experts = range(*spec.experts[spec.id.rank])
+    with zmq.Context() as context:
+        link = ControlLink(context, spec)
+        config = load_config(Path(spec.model_dir))
+        endpoint = ShmExpertEndpoint(
+            spec.id, spec.bell, take_peers(spec, windows), dtype, config.layers, context
+        )
+        try:
+            for fd in windows:
+                os.close(fd)  # the endpoint has mapped them
             link.hello(own_agreement(spec, config))
             start = time.monotonic()
-            dtype = getattr(torch, spec.agreement.dtype)
-            endpoint = ShmExpertEndpoint(
-                spec.id, spec.bell, peers_of(spec, fds), dtype, config.layers, context
-            )
-            try:
-                experts = range(*spec.experts[spec.id.rank])
-                model = load_experts(Path(spec.model_dir), config, dtype, experts)
-                loaded = time.monotonic() - start
-                endpoint.warm_up(spec.warm_up_s)
-                log.info("ready, weights loaded in %.2f s", loaded)
-                link.ready(loaded)
-                ExpertLoop(model, endpoint, link).run()
-            finally:
-                endpoint.close()
-
-    run_rank(payload, body)
+            model = load_experts(Path(spec.model_dir), config, dtype, experts)
+            loaded = time.monotonic() - start
+            ExpertLoop(model, experts, endpoint, link, lifeline, meter).run(loaded)
+        finally:
+            endpoint.close()

@@ -39,6 +39,7 @@ class Lane:
     ) -> None:
         self.index = index
         self.batch: Batch | None = None
+        self._layer = 0
         self._model = model
         self._endpoint = endpoint
         self._bounds = bounds
@@ -50,6 +51,23 @@ class Lane:
     @property
     def ready(self) -> bool:
         return self.batch is not None and (self._exchange is None or self._exchange.done)
+
+    @property
+    def layer(self) -> int:
+        return self._layer
+
+    @property
+    def awaited(self) -> set[int]:
+        """The expert ranks that have not sent what this lane needs."""
+        return set() if self._exchange is None else self._exchange.awaited
+
+    @property
+    def next_flops(self) -> float:
+        """About how many floating-point operations `advance` will take."""
+        layer = self._layer + (self._exchange is not None)
+        if layer < self._model.config.layers:
+            return self._model.layer_flops(self._spans)
+        return sum(prompt.finish_flops(self._model) for prompt in self._prompts)
 
     def start(self, batch: Batch, requests: Sequence[PrefillRequest]) -> None:
         """Takes a batch; `requests` belong to its segments, in order."""
@@ -91,6 +109,11 @@ class Lane:
         if self._exchange is None:
             raise ValueError(f"{arrival} came to lane {self.index}, which awaits nothing")
         self._exchange.take(arrival, self._routed_sum)
+
+    def send_again(self, lost: Arrival) -> None:
+        """Repeats a dispatch that died with its expert rank."""
+        assert self._exchange is not None
+        self._exchange.again(lost)
 
     def _prompt(self, request: PrefillRequest) -> Prompt:
         if request.key in self._unfinished:

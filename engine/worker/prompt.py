@@ -34,6 +34,11 @@ class Prompt:
     def tokens(self, span: Span) -> list[int]:
         return self.request.token_ids[span.start : span.start + span.length]
 
+    def finish_flops(self, model: AttentionModel) -> float:
+        """About how many floating-point operations `finish` takes: mostly the head's."""
+        rows = 1 if self.request.prompt_logprobs is None else len(self.request.token_ids)
+        return 2.0 * rows * model.config.hidden_size * model.config.vocab_size
+
     def finish(
         self, span: Span, hidden: Tensor, model: AttentionModel, kv_metadata: Mapping[str, str]
     ) -> PrefillResult | None:

@@ -1,14 +1,15 @@
-"""What every rank does alike: threads, log, the link to the controller, counters of work."""
+"""What every rank does alike: its start, its link to the controller, its reports."""
 
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
+import psutil
 import torch
 import zmq
 
@@ -21,7 +22,6 @@ from engine.control.messages import (
     Progress,
     Ready,
     Refused,
-    Stop,
     Welcome,
     decode,
     encode,
@@ -29,30 +29,21 @@ from engine.control.messages import (
 from engine.errors import AsapError, RunError
 from engine.model.architecture import ModelConfig
 from engine.model.checkpoint import model_hash
+from engine.worker.black_box import BlackBox
+from engine.worker.lifeline import Lifeline
+from engine.worker.meter import Meter
 from engine.worker.spec import RankSpec
 
 _REPORT_EVERY_S = 0.2
-
-
-class Meter:
-    """Seconds that this rank computed, and how much it did. Everything else is waiting."""
-
-    def __init__(self) -> None:
-        self.busy_seconds = 0.0
-        self.tokens = 0
-        self.work_items = 0
-
-    @contextmanager
-    def working(self, tokens: int) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.busy_seconds += time.perf_counter() - start
-        self.tokens += tokens
-        self.work_items += 1
+_HEARTBEAT_S = 1.0  # while waiting with work in hand
+_HELLO_AGAIN_S = 0.2
 
 
 class ControlLink:
-    """A rank's connection to the controller; `receive` never blocks, `wait` does."""
+    """A rank's connection to the controller; `receive` never blocks, `wait` does.
+
+    progress builds the report; it is called when one is due.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], spec: RankSpec) -> None:
         self._spec = spec
@@ -62,14 +53,21 @@ class ControlLink:
         self._socket.connect(spec.controller)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._reported = 0
         self._report_at = 0.0
+        self._stale = False  # something happened since the last report
 
     def hello(self, agreement: Agreement) -> None:
-        """Introduces this rank and waits until the controller agrees. RunError: it refuses."""
-        self.send(Hello(self._spec.id, os.getpid(), agreement))
-        while not any(isinstance(message, Welcome) for message in self.receive()):
-            self._poller.poll()
+        """Introduces this rank and waits until the controller agrees. RunError: it refuses.
+
+        It asks again and again: the controller may not have heard yet that its last life is over.
+        """
+        while True:
+            self.send(Hello(self._spec.id, os.getpid(), agreement))
+            deadline = time.monotonic() + _HELLO_AGAIN_S
+            while (left := deadline - time.monotonic()) > 0:
+                self._poller.poll(math.ceil(left * 1000))
+                if any(isinstance(message, Welcome) for message in self.receive()):
+                    return
 
     def ready(self, load_seconds: float) -> None:
         self.send(Ready(load_seconds))
@@ -77,9 +75,10 @@ class ControlLink:
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Makes `wait` end when `socket` is readable too."""
-        self._poller.register(socket, zmq.POLLIN)
+    def watch(self, *sources: zmq.Socket[bytes] | int) -> None:
+        """Makes `wait` end when one of these is readable too."""
+        for source in sources:
+            self._poller.register(source, zmq.POLLIN)
 
     def receive(self) -> list[Message]:
         """What the controller sent. Raises RunError when it refused this rank."""
@@ -91,24 +90,76 @@ class ControlLink:
             messages.append(message)
         return messages
 
-    def wait(self, meter: Meter) -> None:
-        """Blocks until something comes; before that, lets the controller know of new work."""
-        timeout = None
-        if meter.work_items != self._reported:
-            timeout = math.ceil(max(0.0, self._report_at - time.monotonic()) * 1000)
-        if not self._poller.poll(timeout):
-            self.report(meter)
-            self._poller.poll()
-
-    def report(self, meter: Meter) -> None:
-        """Sends the counters now."""
-        self.send(Progress(meter.busy_seconds, meter.tokens, meter.work_items))
-        self._reported = meter.work_items
+    def report(self, progress: Callable[[], Progress]) -> None:
+        """Sends a report now."""
+        self.send(progress())
         self._report_at = time.monotonic() + _REPORT_EVERY_S
+        self._stale = False
 
-    def report_if_due(self, meter: Meter) -> None:
-        if meter.work_items != self._reported and time.monotonic() >= self._report_at:
-            self.report(meter)
+    def report_if_due(self, progress: Callable[[], Progress]) -> None:
+        """To be called with every step."""
+        self._stale = True
+        if time.monotonic() >= self._report_at:
+            self.report(progress)
+
+    def wait(self, progress: Callable[[], Progress], with_work: bool) -> None:
+        """Blocks until something comes. Reports what has not been reported before that, and keeps
+        reporting while there is work that others hold up.
+        """
+        if self._stale:
+            left = max(0.0, self._report_at - time.monotonic())
+            if self._poller.poll(math.ceil(left * 1000)):
+                return
+            self.report(progress)
+        while not self._poller.poll(math.ceil(_HEARTBEAT_S * 1000) if with_work else None):
+            self.report(progress)
+
+
+class Memory:
+    """This process's resident memory in bytes, read at most once a second."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._read_at = 0.0
+        self._bytes = 0
+
+    def read(self) -> int:
+        now = time.monotonic()
+        if now >= self._read_at:
+            self._bytes = self._process.memory_info().rss
+            self._read_at = now + 1.0
+        return self._bytes
+
+
+class Start(Protocol):
+    """What a rank does with what it was handed."""
+
+    def __call__(
+        self, spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter
+    ) -> None: ...
+
+
+def run_rank(payload: bytes, fds: list[int], start: Start) -> None:
+    """Runs `start` as this process. An expected error ends the log with its message alone.
+
+    payload: a RankSpec. fds: lifeline, black box, then the windows in the order of its peers.
+    """
+    spec = msgspec.msgpack.decode(payload, type=RankSpec)
+    level = os.environ.get("ASAPCTL_LOG", "info").upper()
+    logging.basicConfig(level=level, format=f"%(asctime)s {spec.id}: %(message)s")
+    torch.set_num_threads(spec.threads)
+    torch.set_num_interop_threads(1)
+    lifeline, black_box, *windows = fds
+    try:
+        with torch.inference_mode():
+            start(spec, windows, Lifeline(lifeline), Meter(BlackBox(black_box)))
+    except AsapError as error:
+        print(error, flush=True)
+        raise SystemExit(error.exit_code) from None
+    except Exception as error:
+        logging.exception("failed")
+        print(f"{type(error).__name__}: {error}", flush=True)
+        raise SystemExit(1) from None
 
 
 def own_agreement(spec: RankSpec, config: ModelConfig) -> Agreement:
@@ -124,33 +175,9 @@ def own_agreement(spec: RankSpec, config: ModelConfig) -> Agreement:
     )
 
 
-def peers_of(spec: RankSpec, fds: list[int]) -> list[Peer]:
-    if len(fds) != len(spec.peers):
-        raise ValueError(f"{len(spec.peers)} windows expected, {len(fds)} came")
+def take_peers(spec: RankSpec, windows: list[int]) -> list[Peer]:
+    """The peers with their windows, for an endpoint's constructor."""
     return [
         Peer(id=peer.id, bell=peer.bell, fd=fd, shape=peer.shape)
-        for peer, fd in zip(spec.peers, fds, strict=True)
+        for peer, fd in zip(spec.peers, windows, strict=True)
     ]
-
-
-def run_rank(payload: bytes, body: Callable[[RankSpec], None]) -> None:
-    """Runs `body` as this process. An expected error ends the log with its message alone."""
-    spec = msgspec.msgpack.decode(payload, type=RankSpec)
-    level = os.environ.get("ASAPCTL_LOG", "info").upper()
-    logging.basicConfig(level=level, format=f"%(asctime)s {spec.id}: %(message)s")
-    torch.set_num_threads(spec.threads)
-    torch.set_num_interop_threads(1)
-    try:
-        with torch.inference_mode():
-            body(spec)
-    except AsapError as error:
-        print(error, flush=True)
-        raise SystemExit(error.exit_code) from None
-    except Exception as error:
-        logging.exception("failed")
-        print(f"{type(error).__name__}: {error}", flush=True)
-        raise SystemExit(1) from None
-
-
-def wants_to_stop(messages: list[Message]) -> bool:
-    return any(isinstance(message, Stop) for message in messages)

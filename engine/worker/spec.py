@@ -16,10 +16,7 @@ class PeerSpec(msgspec.Struct, frozen=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """bell: the address that this rank listens on. experts: [start, stop) of each expert rank.
-
-    warm_up_s: how long to wait for the peers, seconds; they may still be loading weights.
-    """
+    """bell: the address that this rank listens on. experts: [start, stop) of each expert rank."""
 
     id: RankId
     model_dir: str
@@ -29,4 +26,3 @@ class RankSpec(msgspec.Struct, frozen=True):
     peers: list[PeerSpec]
     experts: list[tuple[int, int]]
     threads: int = 1
-    warm_up_s: float = 3600.0

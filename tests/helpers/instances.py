@@ -25,7 +25,7 @@ def plan(model_dir: Path, overrides: Sequence[str], keep_kv: bool = False) -> Pl
 
 @contextmanager
 def instance(model_dir: Path, overrides: Sequence[str]) -> Iterator[Client]:
-    with start_instance(plan(model_dir, overrides, keep_kv=True), name="test") as client:
+    with start_instance(plan(model_dir, overrides, keep_kv=True)) as client:
         yield client
 
 

@@ -1,0 +1,133 @@
+"""The ranks of a running instance: starting them, and starting those again that died."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+import msgspec
+
+from engine import __version__
+from engine.comm.packets import packet_pair
+from engine.comm.windows import create_windows
+from engine.control.messages import Agreement, RankDied
+from engine.launch.plan import Plan
+from engine.launch.supervisor import Exit, Supervisor
+from engine.topology.ranks import RankId, Role
+from engine.worker.black_box import create_black_box, read_black_box
+from engine.worker.lifeline import send_peer
+from engine.worker.spec import PeerSpec, RankSpec
+
+ENTRIES: dict[Role, str] = {
+    "attention": "engine.worker.attention:main",
+    "expert": "engine.worker.expert:main",
+}
+
+
+@dataclass
+class _Life:
+    """A rank's present life, and what the supervisor holds of it."""
+
+    id: RankId
+    lifeline: socket.socket
+    black_box: int
+
+    def close(self) -> None:
+        self.lifeline.close()
+        os.close(self.black_box)
+
+
+class Ranks:
+    """Windows belong to a pair of lives: whoever is started again gets new ones with every peer,
+    and each living peer is sent its end of them.
+    """
+
+    def __init__(self, plan: Plan, supervisor: Supervisor, controller: str) -> None:
+        self._plan = plan
+        self._supervisor = supervisor
+        self._controller = controller
+        self._lives: dict[str, _Life] = {}  # by title, which is the same in every life
+        self.agreement = Agreement(
+            version=__version__,
+            model=str(plan.model_dir),
+            model_hash=plan.model_hash,
+            dtype=plan.dtype,
+            hidden_size=plan.config.hidden_size,
+            layers=plan.config.layers,
+            experts=plan.config.experts,
+            top_k=plan.config.top_k,
+            lanes=plan.lanes,
+            window_tokens=plan.window_tokens,
+        )
+        experts = [RankId("expert", rank) for rank in range(len(plan.experts))]
+        attention = [RankId("attention", group) for group in range(plan.groups)]
+        self.ids = attention + experts
+
+    def start(self) -> None:
+        """Starts all of them. RunError when there is no memory for the windows."""
+        windows = {
+            (a, e): self._window(e)
+            for a in self.ids
+            for e in self.ids
+            if (a.role, e.role) == ("attention", "expert")
+        }
+        try:
+            for id_ in reversed(self.ids):  # experts first: they load longest
+                peers = [other for other in self.ids if other.role != id_.role]
+                mine = [windows[(p, id_) if p.role == "attention" else (id_, p)] for p in peers]
+                self._spawn(id_, peers, mine)
+        finally:
+            for fd in windows.values():
+                os.close(fd)  # the packets to the zygote hold their own
+
+    def restart(self, exit_: Exit) -> RankDied:
+        """Starts the rank of that title again; returns what the controller has to know."""
+        old = self._lives.pop(exit_.title)
+        batch, work_items = read_black_box(old.black_box)
+        old.close()
+        new = RankId(old.id.role, old.id.rank, old.id.incarnation + 1)
+        peers = [life.id for life in self._lives.values() if life.id.role != new.role]
+        windows = [self._window(new if new.role == "expert" else peer) for peer in peers]
+        try:
+            self._spawn(new, peers, windows)
+            for peer, window in zip(peers, windows, strict=True):
+                try:
+                    send_peer(self._lives[str(peer)].lifeline, self._peer(new, peer), window)
+                except BlockingIOError:  # it has not read for many deaths: it will not come back
+                    self._supervisor.kill(str(peer))
+                except OSError:  # it is dead too, and will be started again with windows to `new`
+                    pass
+        finally:
+            for fd in windows:
+                os.close(fd)
+        return RankDied(old.id, new, exit_.reason, batch, work_items)
+
+    def close(self) -> None:
+        for life in self._lives.values():
+            life.close()
+
+    def _window(self, expert: RankId) -> int:
+        return create_windows(self._plan.windows[expert.rank].total_bytes)
+
+    def _spawn(self, id_: RankId, peers: list[RankId], windows: list[int]) -> None:
+        ours, theirs = packet_pair()
+        ours.setblocking(False)
+        life = self._lives[str(id_)] = _Life(id_, ours, create_black_box())
+        spec = RankSpec(
+            id=id_,
+            model_dir=str(self._plan.model_dir),
+            agreement=self.agreement,
+            controller=self._controller,
+            bell=self._bell(id_),
+            peers=[self._peer(peer, id_) for peer in peers],
+            experts=[(span.start, span.stop) for span in self._plan.experts],
+        )
+        with theirs:
+            fds = [theirs.fileno(), life.black_box, *windows]
+            self._supervisor.spawn(ENTRIES[id_.role], str(id_), msgspec.msgpack.encode(spec), fds)
+
+    def _peer(self, peer: RankId, of: RankId) -> PeerSpec:
+        expert = peer if peer.role == "expert" else of
+        return PeerSpec(peer, self._bell(peer), self._plan.windows[expert.rank])
+
+    def _bell(self, id_: RankId) -> str:
+        return f"ipc://{self._supervisor.folder}/{id_.role}-{id_.rank}.{id_.incarnation}"

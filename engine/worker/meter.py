@@ -1,0 +1,52 @@
+"""What a rank has done and is doing, for its reports and its black box."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.worker.black_box import BlackBox
+
+# Of a rank that has computed nothing yet, in floating-point operations per second. Low: a step
+# that is predicted to take too long only makes a stall be noticed later.
+_FIRST_PACE = 1e9
+
+
+class Meter:
+    """Seconds of computing and of waiting with work in hand; how much was done; at what pace."""
+
+    def __init__(self, black_box: BlackBox) -> None:
+        self.busy_seconds = 0.0
+        self.wait_seconds = 0.0
+        self.tokens = 0
+        self.work_items = 0
+        self.predicted_s = 0.0
+        self._black_box = black_box
+        self._pace = _FIRST_PACE
+
+    def predict(self, flops: float) -> None:
+        """The next step takes so many floating-point operations."""
+        self.predicted_s = flops / self._pace
+
+    @contextmanager
+    def computing(self, batch: int, tokens: int = 0, flops: float = 0.0) -> Iterator[None]:
+        """One work item: `tokens` that are new to this rank, of `batch`."""
+        self._black_box.write(batch, self.work_items)
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self.busy_seconds += seconds
+        self.tokens += tokens
+        self.work_items += 1
+        self._black_box.write(None, self.work_items)
+        if flops and seconds > 0:
+            # Slow steps count for longer than fast ones: a prediction should not be too short.
+            pace = flops / seconds
+            share = 0.5 if pace < self._pace or self._pace == _FIRST_PACE else 0.05
+            self._pace += share * (pace - self._pace)
+
+    @contextmanager
+    def waiting(self, with_work: bool) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if with_work:
+            self.wait_seconds += time.perf_counter() - start

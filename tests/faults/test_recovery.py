@@ -1,0 +1,181 @@
+"""Ranks that die under load: nobody's answer is lost, and none is different."""
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.control.client import Client
+from engine.control.messages import PrefillRequest, PrefillResult, RankStatus
+from engine.errors import RunError
+from engine.launch import ranks
+from engine.topology.ranks import RankId, Role
+from helpers.checkpoints import checkpoint, reference_logits, token_ids
+from helpers.instances import DEADLINE_S, collect, instance, layout, wait_for
+from helpers.poison import POISON_TOKENS
+
+FAMILY = "qwen3_moe"
+SMALL = ("schedule.min_batch_tokens=600", "schedule.max_batch_tokens=1200")
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        monkeypatch.setenv("XDG_STATE_HOME", f"{folder}/state")
+        yield Path(folder)
+
+
+def status_of(client: Client, rank: RankId) -> RankStatus:
+    snapshot = client.fresh_snapshot(10.0)
+    assert snapshot is not None
+    return next(s for s in snapshot.ranks if (s.id.role, s.id.rank) == (rank.role, rank.rank))
+
+
+def requests(count: int, length: int = 300) -> list[PrefillRequest]:
+    return [
+        PrefillRequest(key, token_ids(length, key), logprobs=3, prompt_logprobs=0)
+        for key in range(count)
+    ]
+
+
+def values(results: dict[int, PrefillResult]) -> dict[int, object]:
+    return {key: (r.error, r.token_id, r.top, r.prompt_logprobs) for key, r in results.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, object]:
+    """Of the same prompts, submitted alike, so in the same batches."""
+    with instance(checkpoint(FAMILY), layout(2, 2, *SMALL)) as client:
+        client.submit(requests(60))
+        client.drain()
+        return values(collect(client, 60))
+
+
+@pytest.mark.parametrize("rank", [RankId("attention", 1), RankId("expert", 0)], ids=str)
+def test_a_killed_rank_comes_back_and_no_bit_differs(
+    rank: RankId, undisturbed: dict[int, object]
+) -> None:
+    with instance(checkpoint(FAMILY), layout(2, 2, *SMALL)) as client:
+        client.submit(requests(60))
+        client.drain()
+        wait_for(lambda: status_of(client, rank).work_items > 2, f"{rank} is at work")
+        os.kill(status_of(client, rank).pid, signal.SIGKILL)
+        results = collect(client, 60)
+        wait_for(lambda: status_of(client, rank).ready, f"{rank} is ready again")
+        assert status_of(client, rank).deaths == 1
+        assert status_of(client, rank).id.incarnation == 1
+    assert values(results) == undisturbed
+
+
+def test_random_kills_cost_no_answer() -> None:
+    model_dir = checkpoint(FAMILY)
+    chaos = random.Random(7)
+    with instance(model_dir, layout(2, 2, *SMALL)) as client:
+        asked = requests(300, length=200)
+        for request in asked:
+            client.submit([request])
+        client.drain()
+        results: dict[int, PrefillResult] = {}
+        deaths = 0
+        next_kill = time.monotonic() + 0.3
+        deadline = time.monotonic() + DEADLINE_S
+        while len(results) < len(asked):
+            assert time.monotonic() < deadline
+            results |= {result.key: result for result in client.receive(0.05)}
+            if deaths < 6 and time.monotonic() > next_kill:
+                snapshot = client.fresh_snapshot(10.0)
+                assert snapshot is not None
+                there = [status.pid for status in snapshot.ranks if status.ready]
+                os.kill(chaos.choice(there), signal.SIGKILL)
+                deaths += 1
+                next_kill = time.monotonic() + 0.3
+        assert deaths == 6
+    for request in asked:
+        assert results[request.key].error is None
+        logits = reference_logits(model_dir, request.token_ids)[-1]
+        assert results[request.key].token_id == int(logits.argmax())
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"attention": "helpers.poison:attention"},
+        {"attention": "helpers.poison:marking_attention", "expert": "helpers.poison:expert"},
+    ],
+    ids=["attention", "expert"],
+)
+def test_a_prompt_that_kills_its_rank_fails_alone(
+    entries: dict[Role, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    for role, entry in entries.items():
+        monkeypatch.setitem(ranks.ENTRIES, role, entry)
+    model_dir = checkpoint(FAMILY)
+    poison = 5
+    asked = [PrefillRequest(key, token_ids(100 + key, key)) for key in range(12)]
+    asked[poison] = PrefillRequest(poison, token_ids(POISON_TOKENS, poison))
+    with instance(model_dir, layout(2, 1, "schedule.min_batch_tokens=500")) as client:
+        client.submit(asked)
+        client.drain()
+        results = collect(client, len(asked))
+        client.submit([PrefillRequest(99, token_ids(9))])
+        client.drain()
+        assert collect(client, 1)[99].error is None  # and the instance serves on
+    assert "given up after 3 deaths" in (results.pop(poison).error or "")
+    for key, result in results.items():
+        assert result.error is None
+        logits = reference_logits(model_dir, asked[key].token_ids)[-1]
+        assert result.token_id == int(logits.argmax())
+
+
+def test_a_rank_that_always_dies_ends_the_instance(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    for file in checkpoint(FAMILY).iterdir():
+        (model_dir / file.name).write_bytes(file.read_bytes())
+    with (
+        pytest.raises(RunError, match=r"expert 0 died too often without finishing work.*missing"),
+        instance(model_dir, layout(1, 1)) as client,
+    ):
+        (model_dir / "model.safetensors").unlink()
+        os.kill(status_of(client, RankId("expert", 0)).pid, signal.SIGKILL)
+        client.submit(requests(1))
+        client.drain()
+        collect(client, 1)
+
+
+def test_a_stopped_expert_stalls_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the quiet time as it is: stalls are noticed after ten seconds."""
+    with instance(checkpoint(FAMILY), layout(1, 1)) as client:
+        expert = RankId("expert", 0)
+        process = psutil.Process(status_of(client, expert).pid)
+        process.suspend()
+        client.submit(requests(3))
+        client.drain()
+        wait_for(lambda: status_of(client, expert).state == "stalled", "the stall is seen", 30)
+        snapshot = client.fresh_snapshot(10.0)
+        assert snapshot is not None
+        assert any(problem.startswith("expert 0 has work") for problem in snapshot.problems)
+        assert not any("attention" in problem for problem in snapshot.problems)
+        process.resume()
+        assert all(result.error is None for result in collect(client, 3).values())
+        assert status_of(client, expert).state != "stalled"
+        assert status_of(client, expert).deaths == 0
+
+
+def test_a_rank_that_stays_stalled_is_started_again() -> None:
+    overrides = layout(1, 1, "schedule.stall_timeout_s=11")
+    with instance(checkpoint(FAMILY), overrides) as client:
+        expert = RankId("expert", 0)
+        psutil.Process(status_of(client, expert).pid).suspend()
+        client.submit(requests(3))
+        client.drain()
+        assert all(result.error is None for result in collect(client, 3).values())
+        assert status_of(client, expert).deaths == 1

@@ -1,0 +1,66 @@
+"""Ranks that die of a prompt of POISON_TOKENS tokens, for tests of recovery."""
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.comm.primitives import Work, WorkItem
+from engine.comm.shm import ShmExpertEndpoint
+from engine.control.messages import PrefillRequest
+from engine.model.attention import AttentionModel
+from engine.model.spans import Span
+from engine.schedule.types import Batch
+from engine.worker import attention as attention_rank
+from engine.worker import expert as expert_rank
+from engine.worker.lane import Lane
+
+POISON_TOKENS = 173
+
+
+def attention(payload: bytes, fds: list[int]) -> None:
+    """Dies when a batch with the prompt is started."""
+    start = Lane.start
+
+    def deadly(self: Lane, batch: Batch, requests: Sequence[PrefillRequest]) -> None:
+        if any(len(request.token_ids) == POISON_TOKENS for request in requests):
+            os.kill(os.getpid(), signal.SIGKILL)
+        start(self, batch, requests)
+
+    Lane.start = deadly  # type: ignore[method-assign]
+    attention_rank.main(payload, fds)
+
+
+def marking_attention(payload: bytes, fds: list[int]) -> None:
+    """Lives, and makes the prompt's rows zero, by which `expert` knows them."""
+    attend = AttentionModel.attend
+
+    def mark(
+        self: AttentionModel, layer: int, hidden: Tensor, rope: Any, spans: Sequence[Span], kvs: Any
+    ) -> Tensor:
+        out = attend(self, layer, hidden, rope, spans, kvs)
+        row = 0
+        for span in spans:
+            if span.length == POISON_TOKENS:
+                out[row : row + span.length] = 0
+            row += span.length
+        return out
+
+    AttentionModel.attend = mark  # type: ignore[method-assign]
+    attention_rank.main(payload, fds)
+
+
+def expert(payload: bytes, fds: list[int]) -> None:
+    """Dies when it is about to serve rows of the prompt."""
+    open_ = ShmExpertEndpoint.open
+
+    def deadly(self: ShmExpertEndpoint, item: WorkItem) -> Work:
+        work = open_(self, item)
+        if bool((work.hidden.abs().sum(-1) == 0).any()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return work
+
+    ShmExpertEndpoint.open = deadly  # type: ignore[method-assign]
+    expert_rank.main(payload, fds)
