@@ -1,17 +1,16 @@
 """Clients that are too many, too large, too slow, gone, or not allowed; and the others unharmed."""
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
-from engine.control.messages import PrefillRequest, PrefillResult, Refused
+from engine.control.messages import PrefillResult, Refused
 from engine.serve.protocol import MAX_HEADER_BYTES
 from helpers.offline import ByteCodec, byte_tokenizer
 from helpers.serving import Server, served, wait_until
@@ -114,37 +113,32 @@ def test_a_refusal_by_the_controller_fails_what_waits(server: Server) -> None:
 
 
 def test_a_thousand_at_once(tmp_path: Path) -> None:
-    async def ask(client: openai.AsyncOpenAI, number: int) -> bool:
-        answer = await client.completions.create(model="tiny", prompt=[number % 256], max_tokens=1)
-        return answer.choices[0].token_ids == [number % 256]  # type: ignore[attr-defined]
-
-    async def ask_all(url: str) -> list[bool]:
-        limits = httpx.Limits(max_connections=None)
-        async with (
-            httpx.AsyncClient(trust_env=False, limits=limits, timeout=60) as http,
-            openai.AsyncOpenAI(
-                base_url=f"{url}/v1", api_key="-", max_retries=0, http_client=http
-            ) as client,
-        ):
-            return await asyncio.gather(*(ask(client, number) for number in range(1000)))
-
-    def echo(request: PrefillRequest) -> PrefillResult:
-        return PrefillResult(request.key, request.token_ids[0])
-
     with served(tmp_path) as server:
-        server.controller.answer = echo
+        server.controller.answer = lambda request: PrefillResult(request.key, request.token_ids[0])
         server.controller.holds = True
-        done = asyncio.run(_release_when(server, 1000, ask_all(server.url)))
-        assert done == [True] * 1000
+        answers = asyncio.run(_ask_all(server, 1000))
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [
+        [number % 256] for number in range(1000)
+    ]
 
 
-async def _release_when(server: Server, count: int, work: Any) -> Any:
-    """Runs `work`; the controller answers only once `count` prompts are there at a time."""
-    task = asyncio.ensure_future(work)
-    while len(server.controller.requests) < count and not task.done():
+async def _ask_all(server: Server, count: int) -> list[Any]:
+    """Answers to `count` prompts, which the controller holds until all of them are there."""
+    asked = [asyncio.ensure_future(_ask(server.port, number % 256)) for number in range(count)]
+    while len(server.controller.requests) < count and not any(one.done() for one in asked):
         await asyncio.sleep(0.01)
     server.controller.release()
-    return await task
+    return await asyncio.gather(*asked)
+
+
+async def _ask(port: int, token: int) -> Any:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = b'{"prompt": [%d]}' % token
+    writer.write(post_head(len(body), "connection: close\r\n") + body)
+    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200"), head
+    return json.loads(answer)
 
 
 # --- how much ---------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.control.messages import RankStatus, Snapshot
+from engine.serve.metrics import Metrics
+from engine.topology.ranks import RankId
+
+
+def samples(text: bytes) -> dict[tuple[str, ...], float]:
+    """Value by name and label values, by the labels' names."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def rank(role: str, number: int, **more: object) -> RankStatus:
+    return RankStatus(RankId(role, number), pid=1, ready=True, **more)  # type: ignore[arg-type]
+
+
+SNAPSHOT = Snapshot(
+    ready=True, waiting=1, running=2, finished=5, failed=1, prompt_tokens=70,
+    problems=["expert 0 is stalled"],
+    ranks=[
+        rank("attention", 0, tokens=30, work_items=2, state="computing"),
+        rank("attention", 1, tokens=40, work_items=3, state="dead"),
+        rank("expert", 0, tokens=140, queue=4, deaths=2, state="stalled"),
+    ],
+)  # fmt: skip
+
+
+def test_the_instance() -> None:
+    found = samples(Metrics(7).text(SNAPSHOT))
+    assert found["asapctl_up",] == 1
+    assert found["asapctl_prompts_waiting",] == 1
+    assert found["asapctl_prompts_running",] == 2
+    assert found["asapctl_prompts_finished_total",] == 5
+    assert found["asapctl_prompts_failed_total",] == 1
+    assert found["asapctl_problems",] == 1
+    assert found["asapctl_http_queue_limit",] == 7
+
+
+def test_ranks_sum_to_the_totals() -> None:
+    found = samples(Metrics(7).text(SNAPSHOT))
+    per_rank = {key[1:]: v for key, v in found.items() if key[0] == "asapctl_rank_tokens_total"}
+    assert per_rank == {("0", "attention"): 30, ("1", "attention"): 40, ("0", "expert"): 140}
+    of_attention = sum(value for (_, role), value in per_rank.items() if role == "attention")
+    assert of_attention == found["asapctl_prompt_tokens_total",]
+
+
+def test_how_ranks_are() -> None:
+    found = samples(Metrics(7).text(SNAPSHOT))
+    assert found["asapctl_rank_up", "0", "attention"] == 1
+    assert found["asapctl_rank_up", "1", "attention"] == 0
+    assert found["asapctl_rank_stalled", "0", "expert"] == 1
+    assert found["asapctl_rank_stalled", "0", "attention"] == 0
+    assert found["asapctl_rank_queue", "0", "expert"] == 4
+    assert found["asapctl_rank_restarts_total", "0", "expert"] == 2
+
+
+def test_without_a_controller() -> None:
+    metrics = Metrics(7)
+    metrics.ttft.observe(0.3)
+    found = samples(metrics.text(None))
+    assert found["asapctl_up",] == 0
+    assert ("asapctl_ready",) not in found
+    assert found["asapctl_ttft_seconds_bucket", "0.25"] == 0
+    assert found["asapctl_ttft_seconds_bucket", "0.5"] == 1
