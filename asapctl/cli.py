@@ -18,6 +18,7 @@ from asapctl.launch import launch
 from asapctl.logs import logs
 from asapctl.prefill import prefill
 from asapctl.ps import ps
+from asapctl.status import status
 from asapctl.stop import stop
 from engine import __version__
 from engine.errors import AsapError
@@ -71,7 +72,7 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # In the order of the help. These modules import what they need when they run.
-for command in (prefill, launch, ps, logs, stop, check):
+for command in (prefill, launch, ps, status, logs, stop, check):
     app.command(command.__name__)(_reported(command))
 
 
