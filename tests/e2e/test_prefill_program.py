@@ -129,17 +129,31 @@ def test_ended_during_start(
     wait_for(lambda: not base.exists() or not list(base.iterdir()), "the runtime folder is gone")
 
 
-def test_a_killed_rank_is_named_and_a_rerun_does_the_rest(tmp_path: Path, home: Path) -> None:
+def test_a_killed_rank_costs_nothing(tmp_path: Path, home: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "in.results.jsonl"
+    prompts = write_prompts(source, [300] * 400)
+    process = start(
+        *("prefill", str(source), "--model", str(checkpoint(FAMILY))), env=environment(home)
+    )
+    wait_for(lambda: output.exists() and output.stat().st_size > 2000, "some results were written")
+    (expert,) = (p for p in descendants(process.pid) if "asapctl: expert 0" in p.cmdline()[0])
+    expert.kill()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert len(records(output)) == len(prompts)
+
+
+def test_a_killed_controller_is_named_and_a_rerun_does_the_rest(tmp_path: Path, home: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "in.results.jsonl"
     prompts = write_prompts(source, [300] * 400)
     arguments = ("prefill", str(source), "--model", str(checkpoint(FAMILY)))
     process = start(*arguments, env=environment(home))
     wait_for(lambda: output.exists() and output.stat().st_size > 2000, "some results were written")
-    (expert,) = (p for p in descendants(process.pid) if "asapctl: expert 0" in p.cmdline()[0])
-    expert.kill()
+    (victim,) = (p for p in descendants(process.pid) if "asapctl: controller" in p.cmdline()[0])
+    victim.kill()
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "error: expert 0 (pid" in stderr
+    assert "error: controller (pid" in stderr
     assert "SIGKILL" in stderr
     assert run(*arguments, env=environment(home)).returncode == 0
     assert len(records(output)) == len(prompts)

@@ -104,7 +104,7 @@ def test_one_group_runs_ahead_of_another_at_the_same_expert_rank(
     """Group 0 is stopped in the middle; group 1 goes through all layers meanwhile."""
     monkeypatch.setenv("ASAPCTL_LOG", "debug")
     long, short = token_ids(1024), token_ids(9)
-    # Windows of one token: a layer of the long prompt takes a thousand round trips, time to stop it.
+    # With windows of one token a layer of the long prompt takes a thousand round trips.
     overrides = layout(2, 1, "schedule.exclusive_tokens=8", "comm.window_tokens=1")
     with instance(checkpoint(FAMILY), overrides) as client:
         (folder,) = (runtime / "asapctl").iterdir()

@@ -21,7 +21,12 @@ from helpers.instances import DEADLINE_S, collect, instance, layout, wait_for
 from helpers.poison import POISON_TOKENS
 
 FAMILY = "qwen3_moe"
-SMALL = ("schedule.min_batch_tokens=600", "schedule.max_batch_tokens=1200")
+# Small windows take many round trips, so that there is time to kill somebody.
+SMALL = (
+    "schedule.min_batch_tokens=600",
+    "schedule.max_batch_tokens=1200",
+    "comm.window_tokens=16",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +73,9 @@ def test_a_killed_rank_comes_back_and_no_bit_differs(
         wait_for(lambda: status_of(client, rank).work_items > 2, f"{rank} is at work")
         os.kill(status_of(client, rank).pid, signal.SIGKILL)
         results = collect(client, 60)
+        wait_for(lambda: status_of(client, rank).id.incarnation == 1, f"{rank} lives again")
         wait_for(lambda: status_of(client, rank).ready, f"{rank} is ready again")
         assert status_of(client, rank).deaths == 1
-        assert status_of(client, rank).id.incarnation == 1
     assert values(results) == undisturbed
 
 
@@ -141,7 +146,7 @@ def test_a_rank_that_always_dies_ends_the_instance(tmp_path: Path) -> None:
     for file in checkpoint(FAMILY).iterdir():
         (model_dir / file.name).write_bytes(file.read_bytes())
     with (
-        pytest.raises(RunError, match=r"expert 0 died too often without finishing work.*missing"),
+        pytest.raises(RunError, match=r"expert 0 died too often without finishing work.*holds no weights"),
         instance(model_dir, layout(1, 1)) as client,
     ):
         (model_dir / "model.safetensors").unlink()
