@@ -1,78 +1,66 @@
-"""An instance that is not one: a runtime folder, and a thread that answers as its controller."""
+"""A controller without sockets, for tests of its accounts."""
 
-import contextlib
-import fcntl
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from engine.control.controller import Controller, ControllerSpec
+from engine.control.messages import Agreement, Hello, Message, PrefillRequest, Ready
+from engine.schedule.policy import AsapPolicy
+from engine.topology.ranks import RankId
 
-import zmq
-
-from engine.control.messages import Message, decode, encode
-from engine.launch.registry import InstanceRecord, write_record
-
-Answer = Callable[[Message], Message | None]
-
-
-class FakeController:
-    """`answer` is called with each message, in a thread; heard: what came, and when."""
-
-    def __init__(self, record: InstanceRecord, answer: Answer) -> None:
-        self.record = record
-        self.heard: list[tuple[float, Message]] = []
-        self.answer = answer
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> "FakeController":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-            socket.linger = 0
-            socket.bind(self.record.controller)
-            while not self._stop.is_set():
-                if socket.poll(20):
-                    peer, data = socket.recv_multipart()
-                    message = decode(data)
-                    self.heard.append((time.monotonic(), message))
-                    answer = self.answer(message)
-                    if answer is not None:
-                        socket.send_multipart([peer, encode(answer)])
+AGREEMENT = Agreement(
+    version="1",
+    model="m",
+    model_hash="h",
+    dtype="float32",
+    hidden_size=8,
+    layers=2,
+    experts=4,
+    top_k=2,
+    lanes=2,
+    window_tokens=64,
+)
+RANKS = [RankId("attention", 0), RankId("expert", 0)]
+CLIENT = b"client"
 
 
-@contextlib.contextmanager
-def fake_instance(home: Path, answer: Answer, name: str = "demo") -> Iterator[FakeController]:
-    """An instance called `name`, for programs whose XDG_RUNTIME_DIR is `home`."""
-    base = home / "asapctl"
-    base.mkdir(mode=0o700, exist_ok=True)
-    folder = base / name
-    folder.mkdir(mode=0o700)
-    held = os.open(folder, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    record = InstanceRecord(
-        name=name,
-        pid=os.getpid(),
-        command="launch",
-        model="/models/demo",
-        topology="cpu",
-        started=time.time(),
-        controller=f"ipc://{folder}/control",
-        state="ready",
+def make() -> Controller:
+    spec = ControllerSpec(
+        address="",
+        agreement=AGREEMENT,
+        ranks=RANKS,
+        groups=1,
+        min_batch_tokens=10,
+        max_batch_tokens=20,
+        exclusive_tokens=100,
+        max_wait_s=1.0,
     )
-    write_record(folder, record)
-    try:
-        with FakeController(record, answer) as controller:
-            yield controller
-    finally:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
-        os.close(held)
+    policy = AsapPolicy(
+        groups=1,
+        lanes=2,
+        min_batch_tokens=10,
+        max_batch_tokens=20,
+        exclusive_tokens=100,
+        max_wait_s=1.0,
+    )
+    return Controller(spec, policy)
+
+
+def sent(controller: Controller, to: bytes) -> list[Message]:
+    """Takes what is on its way to the peer `to`."""
+    messages = [message for peer, message in controller.outbox if peer == to]
+    others = [(peer, message) for peer, message in controller.outbox if peer != to]
+    controller.outbox.clear()
+    controller.outbox.extend(others)
+    return messages
+
+
+def started() -> Controller:
+    controller = make()
+    for rank in RANKS:
+        peer = str(rank).encode()
+        controller.handle(peer, Hello(rank, 1, AGREEMENT), 0.0)
+        controller.handle(peer, Ready(0.5), 0.0)
+    controller.outbox.clear()
+    return controller
+
+
+def prompt(key: int, tokens: int) -> PrefillRequest:
+    return PrefillRequest(key, list(range(tokens)))

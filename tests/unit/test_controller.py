@@ -2,14 +2,10 @@
 
 import msgspec
 
-from engine.control.controller import Controller, ControllerSpec
 from engine.control.messages import (
-    Agreement,
     BatchDone,
     Drain,
     Hello,
-    Message,
-    PrefillRequest,
     PrefillResult,
     Progress,
     Ready,
@@ -21,65 +17,8 @@ from engine.control.messages import (
     Watch,
     Welcome,
 )
-from engine.schedule.policy import AsapPolicy
 from engine.topology.ranks import RankId
-
-AGREEMENT = Agreement(
-    version="1",
-    model="m",
-    model_hash="h",
-    dtype="float32",
-    hidden_size=8,
-    layers=2,
-    experts=4,
-    top_k=2,
-    lanes=2,
-    window_tokens=64,
-)
-RANKS = [RankId("attention", 0), RankId("expert", 0)]
-CLIENT = b"client"
-
-
-def make() -> Controller:
-    spec = ControllerSpec(
-        address="",
-        agreement=AGREEMENT,
-        ranks=RANKS,
-        groups=1,
-        min_batch_tokens=10,
-        max_batch_tokens=20,
-        exclusive_tokens=100,
-        max_wait_s=1.0,
-    )
-    policy = AsapPolicy(
-        groups=1,
-        lanes=2,
-        min_batch_tokens=10,
-        max_batch_tokens=20,
-        exclusive_tokens=100,
-        max_wait_s=1.0,
-    )
-    return Controller(spec, policy)
-
-
-def sent(controller: Controller, to: bytes) -> list[Message]:
-    messages = [message for peer, message in controller.outbox if peer == to]
-    controller.outbox.clear()
-    return messages
-
-
-def started() -> Controller:
-    controller = make()
-    for rank in RANKS:
-        peer = str(rank).encode()
-        controller.handle(peer, Hello(rank, 1, AGREEMENT), 0.0)
-        controller.handle(peer, Ready(0.5), 0.0)
-    controller.outbox.clear()
-    return controller
-
-
-def prompt(key: int, tokens: int) -> PrefillRequest:
-    return PrefillRequest(key, list(range(tokens)))
+from helpers.controllers import AGREEMENT, CLIENT, RANKS, make, prompt, sent, started
 
 
 def test_nothing_runs_before_every_rank_is_ready() -> None:
