@@ -1,7 +1,5 @@
 """The controller when ranks die, clients cancel, and the instance quits. No sockets."""
 
-import pytest
-
 from engine.control.controller import Controller
 from engine.control.messages import (
     BatchDone,
@@ -88,29 +86,37 @@ def test_a_hello_before_the_news_of_the_death_has_to_be_repeated() -> None:
     assert sent(controller, b"early") == [Welcome()]
 
 
-@pytest.mark.parametrize("culprit", [ATTENTION, EXPERT], ids=str)
-def test_a_batch_that_kills_twice_is_taken_apart(culprit: RankId) -> None:
+def is_taken_apart(controller: Controller, peer: bytes, suspect: Run) -> bool:
+    """Whether the prompts of `suspect` run one by one now."""
+    again = runs(controller, peer)
+    ids = {run.batch.id for run in again}
+    return [len(run.requests) for run in again] == [1, 1] and suspect.batch.id not in ids
+
+
+def test_a_batch_that_kills_its_group_twice_is_taken_apart() -> None:
     controller = supervised()
     controller.handle(CLIENT, Submit([prompt(1, 6), prompt(2, 6), prompt(3, 12)]), 1.0)
-    attention, peer, rank = ATTENTION, b"attention 0", culprit
-    for _ in range(2):
-        (suspect, innocent) = runs(controller, peer) or (suspect, innocent)  # noqa: F821
-        assert len(suspect.requests) == 2
-        successor = die(controller, rank, suspect.batch.id)
-        if rank.role == "attention":
-            attention = successor
-            peer = live(controller, attention)
-        else:
-            live(controller, successor)
-        rank = successor
-    if culprit.role == "expert":  # the batch leaves its group by way of the group's death
-        (kill,) = sent(controller, SUPERVISOR)
-        assert isinstance(kill, KillRank)
-        assert kill.id == ATTENTION
-        peer = live(controller, die(controller, ATTENTION, innocent.batch.id))
-    again = runs(controller, peer)
-    assert [len(run.requests) for run in again] == [1, 1]
-    assert {run.batch.id for run in again}.isdisjoint({suspect.batch.id})
+    suspect, _ = runs(controller, b"attention 0")
+    second = die(controller, ATTENTION, suspect.batch.id)
+    peer = live(controller, second)
+    assert runs(controller, peer)[0] == suspect
+    peer = live(controller, die(controller, second, suspect.batch.id))
+    assert is_taken_apart(controller, peer, suspect)
+
+
+def test_a_batch_that_kills_an_expert_twice_leaves_its_group_by_the_groups_death() -> None:
+    controller = supervised()
+    controller.handle(CLIENT, Submit([prompt(1, 6), prompt(2, 6), prompt(3, 12)]), 1.0)
+    suspect, innocent = runs(controller, b"attention 0")
+    second = die(controller, EXPERT, suspect.batch.id)
+    assert sent(controller, SUPERVISOR) == []  # its group sends again what it had dispatched
+    live(controller, second)
+    die(controller, second, suspect.batch.id)
+    (kill,) = sent(controller, SUPERVISOR)
+    assert isinstance(kill, KillRank)
+    assert kill.id == ATTENTION
+    peer = live(controller, die(controller, ATTENTION, innocent.batch.id))
+    assert is_taken_apart(controller, peer, suspect)
 
 
 def test_a_prompt_that_kills_alone_is_given_up_and_its_client_told() -> None:
