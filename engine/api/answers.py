@@ -44,7 +44,7 @@ class AnswerWriter:
         chat = first.kind == "chat"
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         completion_tokens = sum(prompt.max_tokens for prompt in prompts)
-        return {
+        body = {
             "id": ("chatcmpl-" if chat else "cmpl-") + first.origin.suffix,
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
@@ -60,6 +60,9 @@ class AnswerWriter:
             },
             "system_fingerprint": self._fingerprint,
         }
+        if chat and first.return_token_ids:
+            body["prompt_token_ids"] = first.token_ids
+        return body
 
     def _choice(self, index: int, prompt: Prompt, result: PrefillResult) -> dict[str, Any]:
         """max_tokens = 0 gives an empty text: nothing was chosen, the limit was reached."""
@@ -75,6 +78,8 @@ class AnswerWriter:
         choice["finish_reason"] = "stop" if self._eos.intersection(generated) else "length"
         # Whoever goes on decoding needs the id, which the text does not always tell.
         choice["token_ids"] = generated
+        if prompt.return_token_ids and not chat:  # vLLM puts a chat's beside the choices
+            choice["prompt_token_ids"] = prompt.token_ids
         if prompt.prompt_logprobs is not None and result.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs, self._tokenizer)
         return choice

@@ -59,6 +59,7 @@ class Parser:
                 logprobs=logprobs,
                 prompt_logprobs=_first(parameters.prompt_logprobs, self._limits.prompt_logprobs),
                 model=parameters.model,
+                return_token_ids=parameters.return_token_ids is True,
             )
             for index, token_ids in enumerate(tokens)
         ]

@@ -5,6 +5,7 @@ installed; otherwise only prompts given as token ids can run, and `reason` says 
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +93,8 @@ class _FastCodec:
     """tokenizer.json, with the bos token that tokenizer_config.json may ask for on top."""
 
     def __init__(self, file: Path, config: dict[str, Any]) -> None:
+        # One text at a time gains nothing from threads, and forking after they ran is a warning.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
         self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -106,7 +109,11 @@ class _FastCodec:
         self._bos: int | None = self._tokenizer.token_to_id(bos) if bos else None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike encode, it leaves other threads free to run and computes no offsets.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoding.ids
         if add_special_tokens and self._bos is not None and ids[:1] != [self._bos]:
             ids = [self._bos, *ids]
         return ids

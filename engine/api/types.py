@@ -53,3 +53,4 @@ class Prompt(msgspec.Struct, frozen=True):
     logprobs: int | None
     prompt_logprobs: int | None
     model: str | None  # as the request names it; recorded, not matched
+    return_token_ids: bool = False
