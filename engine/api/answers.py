@@ -44,7 +44,7 @@ class AnswerWriter:
         chat = first.kind == "chat"
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         completion_tokens = sum(prompt.max_tokens for prompt in prompts)
-        body = {
+        body: dict[str, Any] = {
             "id": ("chatcmpl-" if chat else "cmpl-") + first.origin.suffix,
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),

@@ -90,7 +90,9 @@ _OTHERS: dict[Kind, dict[str, str]] = {
         ("prompt", "prompt_token_ids"),
         "a chat takes messages; send a prompt to /v1/completions",
     ),
-    "completion": {"messages": "a completion takes a prompt; send messages to /v1/chat/completions"},
+    "completion": {
+        "messages": "a completion takes a prompt; send messages to /v1/chat/completions"
+    },
 }
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import msgspec
-
+from engine.api.document import SurrogateError, decode_json, has_surrogate
 from engine.api.ids import record_id
 from engine.api.types import Kind, Origin, RequestError
+from engine.api.wording import show
 from engine.offline.lines import MAX_LINE_BYTES, Line
 
 _URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
@@ -14,7 +14,6 @@ _SHAPES = (
     'expected {"custom_id", "method", "url", "body"}, or one of "prompt", "prompt_token_ids" '
     'and "messages"'
 )
-_decode = msgspec.json.Decoder().decode
 
 
 def read_line(line: Line) -> tuple[Origin, dict[str, Any] | RequestError]:
@@ -23,13 +22,17 @@ def read_line(line: Line) -> tuple[Origin, dict[str, Any] | RequestError]:
     A line whose id cannot be read goes by `line-N`.
     """
     raw = line.data if line.data is not None else b""
-    fallback = f"line-{line.number}"
+    custom_id = f"line-{line.number}"
+    content: dict[str, Any] | RequestError
     try:
-        document = _decode_object(line)
-        custom_id = _custom_id(document) or fallback
-        return Origin(line.number, custom_id, record_id(custom_id, raw)), document
+        content = _decode_object(line)
+        custom_id = _custom_id(content) or custom_id
+    except SurrogateError as failure:
+        content = failure
+        custom_id = _readable_id(failure.value) or custom_id
     except RequestError as failure:
-        return Origin(line.number, fallback, record_id(fallback, raw)), failure
+        content = failure
+    return Origin(line.number, custom_id, record_id(custom_id, raw)), content
 
 
 def split_form(document: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
@@ -48,43 +51,48 @@ def split_form(document: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
 
 
 def _batch_form(document: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
-    for key in document:
-        if key not in _BATCH_KEYS:
-            raise RequestError(
-                f"unknown key {key!r} beside body; parameters belong inside body",
-                param=key,
-                code="unknown_parameter",
-            )
-    url = document.get("url")
+    unknown = [key for key in document if key not in _BATCH_KEYS]
+    if unknown:
+        raise RequestError(
+            f"unknown {', '.join(map(show, unknown))} beside body; parameters belong inside body",
+            param=unknown[0],
+            code="unknown_parameter",
+        )
+    url, method, body = (document.get(key) for key in ("url", "method", "body"))
     if not isinstance(url, str) or url not in _URLS:
+        must = f"must be {' or '.join(map(show, _URLS))}"
+        raise RequestError(_wrong("url", url, must), param="url", code="invalid_url")
+    if method != "POST":
         raise RequestError(
-            f"url must be one of {', '.join(_URLS)}, not {url!r}", param="url", code="invalid_url"
+            _wrong("method", method, 'must be "POST"'), param="method", code="invalid_method"
         )
-    if document.get("method") != "POST":
-        raise RequestError(
-            f'method must be "POST", not {document.get("method")!r}',
-            param="method",
-            code="invalid_method",
-        )
-    body = document.get("body")
     if not isinstance(body, dict):
-        raise RequestError("body must be an object", param="body", code="invalid_type")
+        raise RequestError(
+            _wrong("body", body, "must be an object"), param="body", code="invalid_type"
+        )
     return _URLS[url], body
+
+
+def _wrong(key: str, value: object, must: str) -> str:
+    return f"{key} is missing; it {must}" if value is None else f"{key} {must}, not {show(value)}"
 
 
 def _decode_object(line: Line) -> dict[str, Any]:
     if line.data is None:
         raise RequestError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", code="too_long")
-    try:
-        line.data.decode()
-        document = _decode(line.data)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"invalid UTF-8 at byte {error.start}", code="invalid_utf8") from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"not JSON: {error}", code="invalid_json") from None
+    document = decode_json(line.data)
     if not isinstance(document, dict):
         raise RequestError(f"not an object but {_name(document)}; {_SHAPES}", code="invalid_shape")
     return document
+
+
+def _readable_id(document: object) -> str | None:
+    """The id of a line that cannot be done anyway."""
+    try:
+        custom_id = _custom_id(document) if isinstance(document, dict) else None
+    except RequestError:
+        return None
+    return None if custom_id is None or has_surrogate(custom_id) else custom_id
 
 
 def _custom_id(document: dict[str, Any]) -> str | None:
@@ -96,7 +104,7 @@ def _custom_id(document: dict[str, Any]) -> str | None:
     value = document[given[0]]
     if not isinstance(value, str) or not value:
         raise RequestError(
-            f"{given[0]} must be a string that is not empty, not {value!r:.60}",
+            f"{given[0]} must be a string that is not empty, not {show(value)}",
             param=given[0],
             code="invalid_type",
         )

@@ -80,7 +80,7 @@ def test_the_longest_prompt_fits() -> None:
     [
         (b"nonsense", "invalid_json"), (b'{"prompt": NaN}', "invalid_json"),
         (b'{"prompt": "a"} x', "invalid_json"), (b"[" * 100_000, "invalid_json"),
-        (b'{"prompt": "\\ud800"}', "invalid_json"), (b'{"prompt": "\xff"}', "invalid_utf8"),
+        (b'{"prompt": "\\ud800"}', "unpaired_surrogate"), (b'{"prompt": "\xff"}', "invalid_utf8"),
         (b"[1]", "invalid_shape"), (b"null", "invalid_shape"), (b'"a"', "invalid_shape"),
         (b"7", "invalid_shape"), (b"{}", "invalid_shape"),
         (b'{"prompt": "a", "messages": []}', "invalid_shape"),
@@ -236,3 +236,96 @@ def test_a_template_that_refuses_or_breaks() -> None:
             {"messages": [{"role": "user", "content": "a"}]}, byte_tokenizer(template)
         )
         assert (failure.code, failure.param) == ("chat_template", "messages")
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('{"id": "a", "prompt": "x\\ud800"}', "unpaired surrogate \\ud800 in prompt"),
+        ('{"id": "a", "prompt": "\\udc00y"}', "unpaired surrogate \\udc00 in prompt"),
+        ('{"id": "a", "messages": [{"content": "\\ud83dx"}]}', "\\ud83d in messages[0].content"),
+        ('{"id": "a", "prompt": "p", "\\ud83d": 1}', '\\ud83d in the key "\\ud83d"'),
+    ],
+)
+def test_an_unpaired_surrogate_is_named_and_the_line_keeps_its_id(text: str, where: str) -> None:
+    origin, failure = read_line(line(text.encode(), number=7))
+    assert isinstance(failure, RequestError)
+    assert (origin.custom_id, failure.code) == ("a", "unpaired_surrogate")
+    assert where in failure.message
+
+
+def test_an_id_with_an_unpaired_surrogate_cannot_be_kept() -> None:
+    origin, failure = read_line(line(b'{"id": "\\ud800", "prompt": "a"}', number=7))
+    assert isinstance(failure, RequestError)
+    assert (origin.custom_id, failure.code) == ("line-7", "unpaired_surrogate")
+    origin, failure = read_line(line(b'{"id": "a", "prompt": "\\ud83d\\ude00"}'))
+    assert failure == {"id": "a", "prompt": "\U0001f600"}
+
+
+def test_every_parameter_at_fault_is_named() -> None:
+    failure = refusal(
+        completion(prompt="a", made_up=1, n=2, logprobs=25, max_tokens=5, stream=True, other=None)
+    )
+    assert (failure.param, failure.code) == ("made_up", "unknown_parameter")
+    for words in (
+        'unknown parameter "made_up"',
+        "n: 2 is refused",
+        "logprobs must be a whole number from 0 to 20, not 25",
+        "max_tokens is 5",
+        "stream: true is refused",
+        'unknown parameter "other"',
+    ):
+        assert words in failure.message
+    both = refusal({"custom_id": "a", "url": "/v1/completions", "x": 1, "y": 2, "body": {}})
+    assert 'unknown "x", "y" beside body' in both.message
+
+
+@pytest.mark.parametrize(
+    ("document", "message", "code"),
+    [
+        (completion(prompt="a", logprobs="5"),
+         'logprobs must be a whole number from 0 to 20, not "5"', "invalid_type"),
+        (completion(prompt="a", logprobs=21),
+         "logprobs must be a whole number from 0 to 20, not 21", "invalid_value"),
+        (completion(prompt="a", max_tokens=-1),
+         "max_tokens must be a whole number of at least 0, not -1", "invalid_value"),
+        (completion(prompt="a", top_p=0),
+         "top_p must be a number above 0 and at most 1, not 0", "invalid_value"),
+        (completion(prompt="a", return_token_ids=1),
+         "return_token_ids must be true or false, not 1", "invalid_type"),
+        (completion(prompt_token_ids=[1, "a"]),
+         "prompt_token_ids[1] must be a whole number, not a string", "invalid_type"),
+        (completion(prompt_token_ids="a"),
+         'prompt_token_ids must be an array of whole numbers, not "a"', "invalid_type"),
+        (completion(prompt="a", tools=[{"a": None}]), 'tools: [{"a": null}] is refused',
+         "unsupported_parameter"),
+        (completion(prompt="a") | {"url": None},
+         'url is missing; it must be "/v1/completions" or "/v1/chat/completions"', "invalid_url"),
+        (completion(prompt="a") | {"method": "GET"}, 'method must be "POST", not "GET"',
+         "invalid_method"),
+        (completion(prompt="a") | {"body": None}, "body is missing", "invalid_type"),
+        ({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+          "body": {"prompt": "a"}},
+         'unknown parameter "prompt": a chat takes messages; send a prompt to /v1/completions',
+         "unknown_parameter"),
+        (completion(messages=[]), "send messages to /v1/chat/completions", "unknown_parameter"),
+        ({"id": True, "prompt": "a"}, "id must be a string that is not empty, not true",
+         "invalid_type"),
+    ],
+)  # fmt: skip
+def test_messages_are_in_plain_words(document: Any, message: str, code: str) -> None:
+    failure = refusal(document)
+    assert message in failure.message
+    assert failure.code == code
+
+
+def test_whole_numbers_may_have_a_point() -> None:
+    prompt = parse(completion(prompt="a", max_tokens=1.0, logprobs=3.0, temperature=1))
+    assert (prompt.max_tokens, prompt.logprobs, prompt.sampling.temperature) == (1, 3, 1.0)
+    assert refusal(completion(prompt="a", max_tokens=0.5)).code == "invalid_type"
+
+
+def test_prompts_can_be_had_back_as_token_ids() -> None:
+    assert not parse(completion(prompt="a")).return_token_ids
+    assert not parse(completion(prompt="a", return_token_ids=None)).return_token_ids
+    assert parse(chat(return_token_ids=True)).return_token_ids

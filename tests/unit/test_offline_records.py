@@ -70,6 +70,18 @@ def test_the_end_token_stops_and_is_no_text() -> None:
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
 
 
+def test_the_prompt_as_token_ids_is_where_vllm_has_it() -> None:
+    body = record(prompt(return_token_ids=True))["response"]["body"]
+    assert body["choices"][0]["prompt_token_ids"] == [65, 66, 67]
+    assert body["choices"][0]["token_ids"] == [120]
+    assert "prompt_token_ids" not in body
+    body = record(prompt("chat", return_token_ids=True))["response"]["body"]
+    assert body["prompt_token_ids"] == [65, 66, 67]
+    assert "prompt_token_ids" not in body["choices"][0]
+    body = record(prompt("chat"))["response"]["body"]
+    assert "prompt_token_ids" not in body
+
+
 TOP = [
     TokenLogprob(0xE8, -3.0, 3),
     TokenLogprob(ord("a"), -0.5, 1),
