@@ -97,7 +97,7 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankStatus], float]], ...] = (
 _RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankStatus], float]], ...] = (
     ("busy_seconds", "Time that it computed.", lambda rank: rank.busy_seconds),
     ("tokens", "Tokens that it computed.", lambda rank: rank.tokens),
-    ("work_items", "Batches (attention), dispatches (expert).", lambda rank: rank.work_items),
+    ("work_items", "Steps of work that it finished.", lambda rank: rank.work_items),
     ("restarts", "How often it was started again.", lambda rank: rank.deaths),
 )
 
