@@ -43,6 +43,14 @@ class Prompt:
         self, span: Span, hidden: Tensor, model: AttentionModel, kv_metadata: Mapping[str, str]
     ) -> PrefillResult | None:
         """Takes the rows [n, H] of `span` after the last layer; the result if it was the last."""
+        try:
+            return self._finish(span, hidden, model, kv_metadata)
+        except RunError as error:  # logits that are not finite, a full disk: this prompt's alone
+            return PrefillResult(self.request.key, error=str(error))
+
+    def _finish(
+        self, span: Span, hidden: Tensor, model: AttentionModel, kv_metadata: Mapping[str, str]
+    ) -> PrefillResult | None:
         request = self.request
         if request.prompt_logprobs is not None:
             self._score(span, hidden, model, request.prompt_logprobs)
@@ -53,10 +61,7 @@ class Prompt:
         top = None
         if request.logprobs is not None:
             top = token_logprobs(logits, torch.tensor([token]), request.logprobs)[0]
-        try:
-            kv = self._write_kv(kv_metadata)
-        except RunError as error:  # the disk's trouble, and this prompt's alone
-            return PrefillResult(request.key, error=str(error))
+        kv = self._write_kv(kv_metadata)
         scores = None if request.prompt_logprobs is None else self._logprobs
         return PrefillResult(request.key, token, top, scores, kv)
 

@@ -1,8 +1,10 @@
 """A lane without processes: prompts that come in segments, prompt log-probabilities in chunks."""
 
 import pytest
+from torch import Tensor
 
 from engine.control.messages import PrefillRequest, PrefillResult, Sampling
+from engine.model.attention import AttentionModel
 from engine.schedule.types import Batch, Segment
 from engine.worker import prompt
 from engine.worker.first_token import choose
@@ -81,3 +83,35 @@ def test_sampling() -> None:
     few = {choose(logits, Sampling(5.0, top_k=3, seed=seed)) for seed in range(60)}
     assert few == set(order[:3])
     assert {choose(logits, Sampling(5.0, top_p=1e-6, seed=seed)) for seed in range(9)} == {order[0]}
+
+
+@pytest.mark.parametrize("extreme", [Sampling(1e-300), Sampling(1e-40), Sampling(1.0, top_p=1e-46)])
+def test_extreme_sampling_is_greedy(extreme: Sampling) -> None:
+    logits = reference_logits(checkpoint("qwen3_moe"), token_ids(9))[-1]
+    assert choose(logits, extreme) == int(logits.argmax())
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_logits_that_are_not_finite_fail_their_prompt_alone(
+    wrong: float, prompt_logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = AttentionModel.logits
+    rows = 0
+
+    def spoil_the_first(self: AttentionModel, hidden: Tensor) -> Tensor:
+        nonlocal rows
+        out = logits(self, hidden)
+        if rows == 0:
+            out[0, 3] = wrong
+        rows += len(hidden)
+        return out
+
+    monkeypatch.setattr(AttentionModel, "logits", spoil_the_first)
+    asked = {
+        key: PrefillRequest(key, token_ids(length), prompt_logprobs=prompt_logprobs)
+        for key, length in LENGTHS.items()
+    }
+    results = run_batches(checkpoint("qwen3_moe"), whole(), asked)
+    assert "not finite" in (results[0].error or "")
+    assert [results[key].error for key in (1, 2)] == [None, None]
