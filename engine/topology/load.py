@@ -16,6 +16,14 @@ from engine.topology.validate import check_tables, field_types
 DEFAULT_TOPOLOGY = "cpu"
 
 
+class TopologyError(UsageError):
+    """Keys of a topology are wrong. usable: what is left without them, to look for more."""
+
+    def __init__(self, message: str, usable: Topology) -> None:
+        super().__init__(message)
+        self.usable = usable
+
+
 def packaged_topologies() -> tuple[str, ...]:
     """The names that `load_topology` knows without a file."""
     names = (entry.name for entry in resources.files("topologies").iterdir())
@@ -31,7 +39,8 @@ def load_topology(
     `model.path` in a file counts from the file's folder.
     overrides: `section.key=value`, the value as in TOML; a string needs no quotes.
 
-    Raises UsageError with every problem, one a line, each with its place and remedy.
+    Raises UsageError with every problem, one a line, each with its place and remedy; that is a
+    TopologyError where the file could be read.
     """
     name, text, folder = _read(str(path_or_name))
     try:
@@ -53,12 +62,13 @@ def load_topology(
             overridden.add(f"{section}.{key}")
 
     sections, found = check_tables(tables, name, frozenset(overridden))
-    if problems or found:
-        raise UsageError("\n".join([*problems, *found]))
-    return msgspec.convert(
+    topology = msgspec.convert(
         sections | {"source": name, "folder": folder, "overridden": frozenset(overridden)},
         Topology,
     )
+    if problems or found:
+        raise TopologyError("\n".join([*problems, *found]), topology)
+    return topology
 
 
 def _read(name: str) -> tuple[str, str, Path | None]:

@@ -11,6 +11,9 @@ import msgspec
 from msgspec import Meta
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
+# A rank is handed the descriptors of all its windows in one message, and Linux passes at most 253.
+MOST_PEERS = 240
+Peers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_PEERS)]
 Auto: TypeAlias = Literal["auto"]
 Device: TypeAlias = Literal["cpu", "cuda", "npu"]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -34,7 +37,7 @@ class Model(Section, frozen=True):
 class Attention(Section, frozen=True):
     """groups: how many copies of the attention side work on prompts at the same time."""
 
-    groups: Count | Auto = "auto"
+    groups: Peers | Auto = "auto"
     tensor_parallel: Count = 1
     device: Device = "cpu"
     threads: Count | Auto = "auto"
@@ -43,7 +46,7 @@ class Attention(Section, frozen=True):
 class Experts(Section, frozen=True):
     """ranks: over how many processes the experts of every layer are divided."""
 
-    ranks: Count | Auto = "auto"
+    ranks: Peers | Auto = "auto"
     device: Device = "cpu"
     threads: Count | Auto = "auto"
     shared_experts: Literal["attention", "experts"] = "attention"

@@ -22,12 +22,12 @@ Tables: TypeAlias = Mapping[str, Any]
 def check_tables(
     tables: Tables, source: str, overridden: frozenset[str] = frozenset()
 ) -> tuple[dict[str, Section], list[str]]:
-    """Returns the sections, and the problems (then the sections are of no use).
+    """Returns the sections, and the problems; a key with a problem has its default.
 
     tables: section -> key -> value, as TOML has them. overridden: "section.key"s of `--set`.
     """
     problems: list[str] = []
-    sections: dict[str, Section] = {}
+    good: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for name, table in tables.items():
         if name not in SECTIONS:
             problems.append(f"{source}: {_unknown_section(name, table)}")
@@ -36,13 +36,13 @@ def check_tables(
             problems.append(f"{source}: [{name}]: expected one section, got {shape}")
         else:
             for key, value in table.items():
-                problem = _check_key(name, key, value)
+                problem = _check_key(name, key, value, f"{name}.{key}" in overridden)
                 if problem:
                     problems.append(f"{locate(source, name, key, overridden)}: {problem}")
+                else:
+                    good[name][key] = value
+    sections = {name: msgspec.convert(good[name], SECTIONS[name]) for name in SECTIONS}
     if not problems:
-        sections = {
-            name: msgspec.convert(tables.get(name, {}), SECTIONS[name]) for name in SECTIONS
-        }
         problems = [
             f"{locate(source, section, key, overridden)}: {problem}"
             for section, key, problem in _check_combinations(sections)
@@ -50,10 +50,10 @@ def check_tables(
     return sections, problems
 
 
-def _check_key(section: str, key: str, value: object) -> str | None:
+def _check_key(section: str, key: str, value: object, overridden: bool) -> str | None:
     hints = field_types(section)
     if key not in hints:
-        return f"unknown key; {_place_of(key, section)}"
+        return f"unknown key; {_place_of(key, section, overridden)}"
     try:
         msgspec.convert(value, hints[key])
     except msgspec.ValidationError:
@@ -99,14 +99,16 @@ def expected(hint: Any) -> str:
     return f"{noun} from {meta.ge} to {meta.le}" if meta.le else f"{noun} of at least {meta.ge}"
 
 
-def _place_of(key: str, section: str) -> str:
+def _place_of(key: str, section: str, overridden: bool) -> str:
     """Where an unknown key may have been meant to be."""
+    homes = [name for name in SECTIONS if key in field_types(name)]
+    if homes and overridden:
+        return f"did you mean {_either(f'{home}.{key}' for home in homes)}?"
+    if homes:
+        return f"it belongs in {_either(f'[{home}]' for home in homes)}"
     near = _nearest(key, field_types(section))
     if near:
         return f'did you mean "{near}"?'
-    homes = [f"[{name}]" for name in SECTIONS if key in field_types(name)]
-    if homes:
-        return f"it belongs in {_either(homes)}"
     return f"[{section}] has {', '.join(field_types(section))}"
 
 

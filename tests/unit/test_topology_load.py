@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UsageError
-from engine.topology.load import load_topology, packaged_topologies
+from engine.topology.load import TopologyError, load_topology, packaged_topologies
 from engine.topology.schema import SECTIONS, SUPPORTED, Schedule, Serve, Topology
 from engine.topology.validate import field_types
 
@@ -73,11 +73,11 @@ def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
         ("[[attention]]\n", "[attention]: expected one section, got several sections"),
         (
             "[attention]\ngroups = true",
-            '[attention] groups: expected a whole number from 1 to 1000000000, or "auto", got true',
+            '[attention] groups: expected a whole number from 1 to 240, or "auto", got true',
         ),
         (
             "[experts]\nranks = 0",
-            '[experts] ranks: expected a whole number from 1 to 1000000000, or "auto", got 0',
+            '[experts] ranks: expected a whole number from 1 to 240, or "auto", got 0',
         ),
         (
             "[schedule]\nmax_wait_ms = nan",
@@ -137,7 +137,7 @@ def test_all_problems_come_at_once(in_folder: Path) -> None:
         "[attention] groups",
         "[schedule] lanes",
         "[foo]",
-        'expected a whole number from 1 to 1000000000, or "auto", got -1',
+        'expected a whole number from 1 to 240, or "auto", got -1',
     ]
 
 
@@ -190,6 +190,25 @@ def test_a_path_counts_from_where_it_was_written(in_folder: Path) -> None:
     overridden = load_topology(path, ["serve.kv_dir=kv"])
     assert overridden.resolve("serve", "kv_dir", "kv") == in_folder / "kv"
     assert overridden.resolve("serve", "kv_dir", "/kv") == Path("/kv")
+
+
+def test_a_key_of_another_section_is_shown_to_its_own(in_folder: Path) -> None:
+    path = write("[schedule]\nwindow_tokens = 5\n")
+    assert problems(path) == [
+        "mine.toml: [schedule] window_tokens: unknown key; it belongs in [comm]"
+    ]
+    assert problems("cpu", "schedule.window_tokens=5", "comm.threads=1") == [
+        "--set schedule.window_tokens: unknown key; did you mean comm.window_tokens?",
+        "--set comm.threads: unknown key; did you mean attention.threads or experts.threads?",
+    ]
+
+
+def test_what_is_right_is_left_to_look_for_more() -> None:
+    with pytest.raises(TopologyError) as caught:
+        load_topology("cpu", ["schedule.lanes=0", "experts.ranks=33", "schedule.ranks=2"])
+    usable = caught.value.usable
+    assert (usable.schedule.lanes, usable.experts.ranks) == (Schedule().lanes, 33)
+    assert usable.where("experts", "ranks") == "--set experts.ranks"
 
 
 def test_an_override_cannot_smuggle_in_other_keys() -> None:
