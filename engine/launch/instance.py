@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ _POLL_S = 0.1
 # An HTTP process that dies more often than this within a minute will not serve.
 _MOST_HTTP_DEATHS = 5
 _MINUTE_S = 60.0
+_HTTP_END_S = 10.0
 
 _names = itertools.count()
 
@@ -93,6 +96,15 @@ class Instance:
         """The controller says that the instance is over. Raises RunError if it failed."""
         if reason is not None:
             self._supervisor.fail(RunError(reason))
+
+    def finish_http(self) -> None:
+        """Lets the HTTP process send the answers that it has, and end."""
+        self._http = None  # it is not started again
+        self._supervisor.kill("http", signal.SIGTERM)
+        deadline = time.monotonic() + _HTTP_END_S
+        while self._supervisor.runs("http") and (left := deadline - time.monotonic()) > 0:
+            select.select([self._supervisor], [], [], left)
+            self._supervisor.check()
 
     def _on_exit(self, exit_: Exit) -> None:
         if exit_.title == "http":
@@ -162,6 +174,8 @@ def start_instance(
         instance.ready = True
         write_record(supervisor.folder, msgspec.structs.replace(record, state="ready"))
         yield client
+        if client.ended:
+            instance.finish_http()
 
 
 def _own_name() -> str:

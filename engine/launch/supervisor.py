@@ -8,7 +8,6 @@ is killed closes that socket too.
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from engine.comm.packets import packet_pair
 from engine.errors import RunError
 from engine.launch import zygote
 from engine.launch.kept_logs import keep_logs
+from engine.launch.runtime_folder import remove_when_free
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 15.0
@@ -46,6 +46,7 @@ class Supervisor:
     def __init__(self, name: str) -> None:
         self.name = name
         self.folder = Path()
+        self._identity: os.stat_result | None = None
         self.on_exit: Callable[[Exit], None] = _fail
         self._titles: dict[int, str] = {}
         self._spawning: list[str] = []
@@ -99,12 +100,16 @@ class Supervisor:
     def log_of(self, title: str) -> Path:
         return self.folder / "logs" / f"{title.replace(' ', '-')}.log"
 
-    def kill(self, title: str) -> None:
-        """Kills the process of that title; `check` hears of it like of any other death."""
+    def runs(self, title: str) -> bool:
+        """As far as `check` has heard."""
+        return title in self._titles.values()
+
+    def kill(self, title: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signals the process of that title; `check` hears of its death like of any other."""
         for pid, name in self._titles.items():
             if name == title:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
 
     def check(self) -> None:
         """Deals with processes that have ended. Raises RunError once the instance has failed.
@@ -137,8 +142,8 @@ class Supervisor:
                 except subprocess.TimeoutExpired:
                     process.kill()  # its ranks die with it
                     process.wait()
-            if self.folder != Path():
-                shutil.rmtree(self.folder, ignore_errors=True)
+            if self._identity is not None:
+                remove_when_free(self.folder, self._identity)  # unless the zygote did
         finally:
             _restore_interrupts(before)
 
@@ -155,6 +160,8 @@ class Supervisor:
         match event:
             case zygote.Started(folder):
                 self.folder = Path(folder)
+                with contextlib.suppress(FileNotFoundError):  # the zygote has failed since
+                    self._identity = self.folder.stat()
             case zygote.Spawned(pid):
                 self._titles[pid] = self._spawning.pop(0)
             case zygote.Exited(pid, code):

@@ -191,6 +191,14 @@ class _Zygote:
         remove_folder(self.folder)
 
 
+def _write_to(log: Path) -> None:
+    """The screen and pipes of whoever started the instance are not held for as long as it runs."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
 def main(fd: int, name: str) -> None:
     """Runs the zygote on socket `fd`, with a runtime folder for the instance `name`."""
     link = socket.socket(fileno=fd)
@@ -205,6 +213,7 @@ def main(fd: int, name: str) -> None:
         remove_folder(folder)
         raise
     try:
+        _write_to(folder / "logs" / "zygote.log")
         zygote.send(Started(str(folder)))
         import setproctitle
 
