@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,7 +47,7 @@ def _print(records: list[InstanceRecord], now: float) -> None:
             record.name,
             str(record.pid),
             record.command,
-            record.model,
+            Path(record.model).name,
             record.url or "-",
             record.state,
             duration(max(0.0, now - record.started)),

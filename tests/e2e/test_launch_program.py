@@ -60,7 +60,7 @@ def test_an_instance_serves_is_listed_and_stops(home: Path, model: Path) -> None
         assert (found["name"], found["command"], found["state"]) == ("mine", "launch", "ready")
         assert (found["pid"], found["url"], found["model"]) == (process.pid, url, str(model))
         table = run("ps", env=environment(home)).stdout
-        for word in ("mine", str(process.pid), "launch", url, "ready", "uptime"):
+        for word in ("mine", str(process.pid), "launch", model.name, url, "ready", "uptime"):
             assert word in table
 
         again = run("launch", "--name", "mine", "--port", "0", env=environment(home))
