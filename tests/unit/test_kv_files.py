@@ -1,5 +1,6 @@
 import os
 import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,22 @@ def test_it_is_synced_before_it_has_its_name(
     monkeypatch.setattr(os, "fsync", spy)
     write_kv(path, TENSORS, [5, 6, 7])
     assert synced == [(False, False), (True, True)]
+
+
+def test_a_file_system_that_wants_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_CREAT)  # which it refuses
+    for _ in range(2):
+        write_kv(tmp_path / "a.safetensors", TENSORS, [5, 6, 7])
+        assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        write_kv(tmp_path / "a.safetensors", TENSORS, [5, 6, 7])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
