@@ -14,6 +14,7 @@ from engine.serve.front import Front
 from engine.serve.gate import Gate, on_http_exception, on_request_error
 from engine.serve.kv_store import KvStore
 from engine.serve.reply import json_response
+from engine.serve.requests import check_model
 from engine.serve.tokenize import tokenize
 
 _STARTED = int(time.time())
@@ -59,13 +60,7 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     front = _front(request)
-    if name != front.spec.model:
-        raise RequestError(
-            f"the model {name!r:.200} is not served here; {front.spec.model!r} is",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
+    check_model({"model": name}, front.spec.model)
     return json_response(_model(front))
 
 

@@ -6,6 +6,7 @@ import contextlib
 from starlette.requests import ClientDisconnect, Request
 
 from engine.api.types import RequestError
+from engine.api.wording import show
 from engine.serve.budget import Share
 
 # Clients that write all before they read would not see an answer that comes while they write.
@@ -64,7 +65,9 @@ def _check_type(request: Request) -> None:
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         raise RequestError(
-            f"the content type must be application/json, not {given or 'missing'!r}",
+            f"the content type must be application/json, not {show(given)}"
+            if given
+            else "the content type is missing; it must be application/json",
             code="unsupported_media_type",
             status=415,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from engine.api.types import RequestError
+from engine.api.wording import show
 from engine.serve.spec import KvFolder
 
 _NAME = re.compile(r"kv-([0-9a-f]{32})\.safetensors")
@@ -117,7 +118,7 @@ class KvStore:
             if file.id == id_:
                 return file
         raise RequestError(
-            f"there is no KV cache {id_!r:.80}; it may have been removed for its age or to make "
+            f"there is no KV cache {show(id_)}; it may have been removed for its age or to make "
             "room",
             code="kv_not_found",
             status=404,

@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 
+from engine.api.document import decode_json
 from engine.api.parameters import convert
 from engine.api.parse import Parser
 from engine.api.types import Kind, Origin, Prompt, RequestError
+from engine.api.wording import show
 from engine.serve.kv_transfer import wants_kv
-
-_decode = msgspec.json.Decoder().decode
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,10 +41,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Raises RequestError (400)."""
-    try:
-        document = _decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    document = decode_json(raw)
     if not isinstance(document, dict):
         raise RequestError("the body must be a JSON object", code="invalid_type")
     return document
@@ -78,7 +75,7 @@ def check_model(body: dict[str, Any], model: str) -> None:
     given = body.get("model", model)
     if isinstance(given, str) and given != model:
         raise RequestError(
-            f"the model {given!r:.200} is not served here; {model!r} is",
+            f"the model {show(given)} is not served here; {show(model)} is",
             param="model",
             code="model_not_found",
             status=404,

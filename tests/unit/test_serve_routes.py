@@ -211,12 +211,22 @@ def test_refusals(server: Server, body: dict[str, Any], expected: Any) -> None:
     assert server.controller.requests == []
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b'{"prompt": "\xff"}'])
-def test_bodies_that_are_no_object(server: Server, body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b"[]", "invalid_type"),
+        (b'"a"', "invalid_type"),
+        (b'{"prompt": "\xff"}', "invalid_utf8"),
+        (b'{"prompt": "\\ud800"}', "unpaired_surrogate"),
+    ],
+)
+def test_bodies_that_are_no_object(server: Server, body: bytes, expected: str) -> None:
     headers = {"content-type": "application/json"}
     response = server.client.post("/v1/completions", content=body, headers=headers)
-    status, code, _ = error_of(response)
-    assert (status, code) in [(400, "invalid_json"), (400, "invalid_type")]
+    assert error_of(response)[:2] == (400, expected)
 
 
 def test_what_is_not_json_is_not_read(server: Server) -> None:
