@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
+    from engine.launch.budget import RankPlan
     from engine.launch.plan import Plan
 
 
@@ -29,8 +32,14 @@ def check(
             "--set", metavar="KEY=VALUE", help="Override a key of the topology, as often as needed."
         ),
     ] = None,
-    keep_kv: Annotated[
-        bool, typer.Option("--keep-kv", help="Plan for KV caches that are exported (--kv-dir).")
+    kv_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Plan for KV caches that are written to this folder, as prefill's."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as one JSON object.")
     ] = False,
 ) -> None:
     """Check a topology without starting anything.
@@ -40,39 +49,80 @@ def check(
 
     Example: asapctl check cpu-2a2e --model ~/models/Mixtral-8x7B --set schedule.lanes=3
     """
-    from engine.errors import UsageError
+    from engine.kv.folder import check_folder
+    from engine.launch.checks import Problems, plan_of
     from engine.launch.listen import host_problem
-    from engine.launch.model_dir import find_model_dir
-    from engine.topology.load import load_topology
 
-    try:
-        loaded = load_topology(topology, overrides or [])
-    except UsageError as error:
-        raise UsageError("\n".join([str(error), *_model_problems(model)])) from None
-    model_dir = find_model_dir(loaded, model, lambda note: typer.echo(note, err=True))
-
-    from engine.launch.plan import make_plan  # after the topology's errors: it imports torch
-
-    keep_kv = keep_kv or loaded.serve.kv_dir is not None
-    _print(make_plan(loaded, model_dir, keep_kv))
-    if problem := host_problem(loaded):
-        typer.echo(f"note      for `asapctl launch`: {problem}")
-
-
-def _model_problems(model: Path | None) -> list[str]:
-    """What is wrong with a model that can be told without a topology."""
-    from engine.errors import UsageError
-    from engine.model.config import load_config
-
-    try:
-        if model is not None and str(model) != "demo":
-            load_config(model.expanduser())
-    except UsageError as error:
-        return [str(error)]
-    return []
+    problems = Problems()
+    plan = None
+    with problems.gathered():
+        if kv_dir is not None:
+            check_folder(kv_dir)
+    with problems.gathered():
+        plan = plan_of(
+            topology,
+            overrides or [],
+            model,
+            keep_kv=lambda loaded: kv_dir is not None or loaded.serve.kv_dir is not None,
+            on_note=lambda note: typer.echo(note, err=True),
+        )
+    problems.raise_all()
+    assert plan is not None
+    notes = list(plan.notes)
+    if problem := host_problem(plan.topology):
+        notes.append(f"for `asapctl launch`: {problem}")
+    if as_json:
+        _print_json(plan, notes)
+    else:
+        _print(plan, notes)
 
 
-def _print(plan: Plan) -> None:
+def _print_json(plan: Plan, notes: list[str]) -> None:
+    import json
+
+    schedule = plan.topology.schedule
+    typer.echo(
+        json.dumps(
+            {
+                "topology": plan.topology.source,
+                "model": str(plan.model_dir),
+                "architecture": plan.config.architecture,
+                "layers": plan.config.layers,
+                "experts": plan.config.experts,
+                "top_k": plan.config.top_k,
+                "dtype": plan.dtype,
+                "max_model_len": plan.max_model_len,
+                "groups": plan.groups,
+                "lanes": plan.lanes,
+                "min_batch_tokens": schedule.min_batch_tokens,
+                "max_batch_tokens": schedule.max_batch_tokens,
+                "window_tokens": plan.window_tokens,
+                "transport": plan.topology.comm.transport,
+                "ranks": [
+                    {
+                        "rank": str(rank.id),
+                        "role": rank.id.role,
+                        "device": "cpu",
+                        "first_expert": rank.experts.start if rank.experts else None,
+                        "experts": len(rank.experts),
+                        "weights_bytes": rank.weights_bytes,
+                        "windows_bytes": rank.windows_bytes,
+                        "working_set_bytes": rank.working_set_bytes,
+                        "kv_bytes": rank.kv_bytes,
+                        "process_bytes": rank.process_bytes,
+                        "total_bytes": rank.total,
+                    }
+                    for rank in plan.ranks
+                ],
+                "memory_needed_bytes": plan.memory_needed,
+                "memory_available_bytes": plan.memory_available,
+                "notes": notes,
+            }
+        )
+    )
+
+
+def _print(plan: Plan, notes: list[str]) -> None:
     from rich.console import Console
 
     from engine.launch.budget import show_bytes
@@ -95,36 +145,36 @@ def _print(plan: Plan) -> None:
         f"{schedule.max_batch_tokens} tokens",
     )
     say("windows", f"{plan.window_tokens} tokens a dispatch, {plan.topology.comm.transport}")
-    console.print(_table(plan))
+    console.print(_table(plan.ranks))
     say(
         "memory",
         f"{show_bytes(plan.memory_needed)} with controller and zygote; "
         f"{plan.machine.memory_limit} has {show_bytes(plan.memory_available)} free",
     )
-    for note in plan.notes:
+    for note in notes:
         say("note", note)
 
 
-def _table(plan: Plan) -> Table:
+def _table(ranks: Sequence[RankPlan]) -> Table:
     from rich import box
     from rich.table import Table
 
     from engine.launch.budget import show_bytes
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     table.add_column("rank", no_wrap=True)
-    table.add_column("on")
-    table.add_column("experts")
-    columns = ["weights", "windows", "working set", "KV", "process", "total"]
-    if not any(rank.kv_bytes for rank in plan.ranks):
+    table.add_column("on", no_wrap=True)
+    table.add_column("experts", no_wrap=True)
+    columns = ["weights", "windows", "working\nset", "KV", "process", "total"]
+    if not any(rank.kv_bytes for rank in ranks):
         columns.remove("KV")
     for column in columns:
-        table.add_column(column, justify="right")
-    for rank in plan.ranks:
+        table.add_column(column, justify="right", no_wrap=True)
+    for rank in ranks:
         sizes = {
             "weights": rank.weights_bytes,
             "windows": rank.windows_bytes,
-            "working set": rank.working_set_bytes,
+            "working\nset": rank.working_set_bytes,
             "KV": rank.kv_bytes,
             "process": rank.process_bytes,
             "total": rank.total,

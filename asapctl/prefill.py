@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 _EXAMPLES = """
-Prefill the prompts of a JSONL file through separate attention and expert processes.
+Prefill a JSONL file of prompts; one line of results for each.
 
 Examples:
 
@@ -67,7 +67,7 @@ def prefill(
         bool, typer.Option("--json", help="Print the closing summary as one JSON object.")
     ] = False,
 ) -> None:
-    from asapctl.prefill_view import PrefillView, print_json
+    from asapctl.prefill_view import PrefillView, may_draw, print_json
     from engine.offline.job import Options, run_job
 
     options = Options(
@@ -82,7 +82,7 @@ def prefill(
         overwrite=overwrite,
         results_on_stdout=not json_summary,
     )
-    with PrefillView() as view:
+    with PrefillView(may_draw(source, output)) as view:
         summary = run_job(options, view)
     if json_summary:
         print_json(summary)

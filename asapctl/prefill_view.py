@@ -1,8 +1,10 @@
 """What a prefill run shows: progress on a terminal, notes and the summary on standard error."""
 
 import os
+import stat
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 
 import msgspec
@@ -12,18 +14,21 @@ from rich.text import Text
 
 from engine.control.messages import Snapshot
 from engine.errors import RunError
-from engine.offline.stats import Summary, Tally
+from engine.offline.paths import STANDARD, named_output
+from engine.offline.stats import Summary, Tally, plural
 
 _REDRAW_S = 0.2
+_MESSAGE = 300
 
 
 class PrefillView:
     """Shows a run on standard error; nothing but notes and the summary without a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, live: bool = True) -> None:
+        """live: whether progress may be drawn (see `may_draw`)."""
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if live and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._next_draw = 0.0
 
@@ -48,10 +53,8 @@ class PrefillView:
         ready = sum(rank.ready for rank in snapshot.ranks)
         self._draw(f"loading: {ready} of {len(snapshot.ranks)} ranks ready")
 
-    def progress(
-        self, tally: Tally, bytes_read: int, size: int | None, snapshot: Snapshot | None
-    ) -> None:
-        self._draw(progress_text(tally, bytes_read, size, snapshot, time.monotonic()))
+    def progress(self, tally: Tally, size: int | None, snapshot: Snapshot | None) -> None:
+        self._draw(progress_text(tally, size, snapshot, time.monotonic()))
 
     def print_summary(self, summary: Summary) -> None:
         self._console.print(Text(summary_text(summary)))
@@ -61,28 +64,54 @@ class PrefillView:
         if self._live is None or now < self._next_draw:
             return
         self._next_draw = now + _REDRAW_S
-        self._live.update(Text(text, overflow="ellipsis"), refresh=True)
+        self._live.update(_cropped(text, self._console.width), refresh=True)
 
 
-def progress_text(
-    tally: Tally, bytes_read: int, size: int | None, snapshot: Snapshot | None, now: float
-) -> str:
+def may_draw(source: str, output: str | None) -> bool:
+    """Whether progress on a terminal disturbs nothing else that may be on it.
+
+    It does when results go to the terminal, directly or through a pipe, and while prompts are
+    typed. source, output: as the command has them.
+    """
+    if source == STANDARD and os.isatty(0):
+        return False
+    path = named_output(Path(source) if Path(source).is_file() else None, output)
+    if path is not None:
+        return path.is_file() or not path.exists()
+    try:
+        return stat.S_ISREG(os.fstat(1).st_mode)
+    except OSError:
+        return False
+
+
+def _cropped(text: str, width: int) -> Text:
+    """Every line of `text` within `width`, with room for the ^C that a terminal may add. A line
+    that the terminal wraps could not be taken away again.
+    """
+    lines = [Text(line) for line in text.split("\n")]
+    for line in lines:
+        line.truncate(max(1, width - 4), overflow="ellipsis")
+    joined = Text("\n", no_wrap=True).join(lines)
+    joined.no_wrap = True
+    return joined
+
+
+def progress_text(tally: Tally, size: int | None, snapshot: Snapshot | None, now: float) -> str:
     """Two lines: how far the run is, and what share of the time each rank computed.
 
-    The number of prompts is not known before the input's end, so the time left is judged by the
-    share of its bytes that is behind us, less what is still in flight.
+    The number of prompts is not known before the input's end, so the time left is judged by bytes:
+    those of the lines that this run has finished, against those that are left.
     """
-    done = tally.ok + tally.failed + tally.skipped
-    parts = [f"{done} prompts"]
+    parts = [plural(tally.ok + tally.failed + tally.skipped, "prompt")]
     if tally.failed:
         parts.append(f"{tally.failed} failed")
     if tally.first_admission is not None and now > tally.first_admission:
         elapsed = now - tally.first_admission
         parts.append(f"{tally.prompt_tokens / elapsed:,.0f} tokens/s")
-        if size and done and tally.prompts:
-            share = min(bytes_read / size, 1.0) * done / tally.prompts
-            parts.append(f"{share:.0%}")
-            parts.append(f"{duration(elapsed * (1 - share) / share)} left")
+        if size and tally.bytes_done:
+            done = min(tally.bytes_before + tally.bytes_done, size)
+            parts.append(f"{done / size:.0%}")
+            parts.append(f"{duration(elapsed * (size - done) / tally.bytes_done)} left")
     text = " | ".join(parts)
     if snapshot is not None and snapshot.ranks:
         text += "\n" + "  ".join(
@@ -92,10 +121,16 @@ def progress_text(
 
 
 def summary_text(summary: Summary) -> str:
+    if summary.skipped == summary.prompts:
+        were = "was" if summary.skipped == 1 else "were"
+        return (
+            f"nothing to do: {plural(summary.skipped, 'prompt')} {were} done before -> "
+            f"{summary.output}"
+        )
     counts = f"{summary.ok} ok, {summary.failed} failed"
     if summary.skipped:
         counts += f", {summary.skipped} done before"
-    lines = [f"{summary.prompts} prompts: {counts} -> {summary.output}"]
+    lines = [f"{plural(summary.prompts, 'prompt')}: {counts} -> {summary.output}"]
     if summary.ok:
         lines.append(
             f"{summary.prompt_tokens:,} tokens in {summary.seconds:.2f} s "
@@ -106,9 +141,24 @@ def summary_text(summary: Summary) -> str:
             f"time per prompt: mean {summary.prompt_seconds.mean:.3f} s, "
             f"p99 {summary.prompt_seconds.p99:.3f} s"
         )
+    restarted = [rank for rank in summary.ranks if rank.restarts]
+    if restarted:
+        listed = ", ".join(f"{rank.rank} ({_times(rank.restarts)})" for rank in restarted)
+        lines.append(f"ranks that ended and were started again: {listed}")
     if summary.failed:
+        codes = ", ".join(f"{count} {code}" for code, count in summary.failures.items())
+        lines.append(f"failed: {codes}; the first is {_brief(summary.first_failure or '')}")
         lines.append("the failed lines say why in their records; a rerun tries them again")
     return "\n".join(lines)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _brief(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 3]}..."
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.control.messages import KvFile
 from engine.errors import RunError, UsageError
+from engine.kv.folder import unusable
 
 MANIFEST = "manifest.jsonl"
 
@@ -64,9 +65,7 @@ class Manifest:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self._file, flags, 0o666)
         except OSError as error:
-            raise UsageError(
-                f"{folder}: cannot write KV files here: {error.strerror}; choose another --kv-dir"
-            ) from None
+            raise unusable(folder, error.strerror) from None
         if overwrite:
             os.ftruncate(self._fd, 0)
         try:

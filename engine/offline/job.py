@@ -11,17 +11,27 @@ import msgspec
 from engine.api.answers import AnswerWriter
 from engine.api.parameters import MAX_LOGPROBS
 from engine.api.parse import Limits, Parser
-from engine.api.tokenizer import load_tokenizer
+from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.control.messages import Snapshot
 from engine.errors import UsageError
+from engine.kv.folder import check_folder
 from engine.kv.manifest import Manifest
 from engine.offline.lines import LineReader
-from engine.offline.output import open_output, standard_output
-from engine.offline.paths import check_unchanged, choose_output, no_prompts, open_input
+from engine.offline.output import Output, check_output, open_output, standard_output
+from engine.offline.paths import (
+    Input,
+    check_start,
+    check_unchanged,
+    choose_output,
+    named_output,
+    no_prompts,
+    open_input,
+)
 from engine.offline.records import RecordWriter
 from engine.offline.resume import take_stock
 from engine.offline.runner import Engine, KvOutput, Runner, Window
-from engine.offline.stats import Summary, Tally, summarize
+from engine.offline.stats import Summary, Tally, plural, summarize
+from engine.topology.load import DEFAULT_TOPOLOGY
 
 if TYPE_CHECKING:
     from engine.launch.plan import Plan
@@ -49,33 +59,24 @@ class Watcher(Protocol):
 
     def loading(self, snapshot: Snapshot) -> None: ...
 
-    def progress(
-        self, tally: Tally, bytes_read: int, size: int | None, snapshot: Snapshot | None
-    ) -> None: ...
+    def progress(self, tally: Tally, size: int | None, snapshot: Snapshot | None) -> None:
+        """size: of the input, in bytes; None where that cannot be known."""
 
 
 def run_job(options: Options, watcher: Watcher) -> Summary:
     """Run all of the input. Raises UsageError before anything is written, RunError after."""
-    _check_counts(options)
     with ExitStack() as stack:
-        source = open_input(options.input)
-        stack.callback(os.close, source.fd)
-        target = choose_output(source, options.output)
-        if target is None and not options.results_on_stdout:
-            raise UsageError(
-                "--json takes standard output, where the results would go; name a file for them "
-                "with -o"
-            )
-        plan = _make_plan(options, watcher)
-        tokenizer = load_tokenizer(plan.model_dir)
+        source, target, plan, tokenizer = _prepare(options, watcher, stack)
         fingerprint = _fingerprint(plan, options)
         output = stack.enter_context(standard_output() if target is None else open_output(target))
         kv = _open_kv(plan, options, stack)
-        done = take_stock(output, fingerprint, options.overwrite)
-        check_unchanged(source, done, output.name)
+        done = take_stock(output, fingerprint, options.overwrite, needs_kv=kv is not None)
+        bytes_before = check_unchanged(source, done, output.name)
+        if done.lost:
+            watcher.note(f"{plural(done.lost, 'KV file')} gone: their prompts are computed again")
 
         runner = Runner(
-            reader := LineReader(source.fd),
+            LineReader(source.fd, check_start=lambda data: check_start(data, source.name)),
             Parser(_limits(plan, options), tokenizer),
             RecordWriter(
                 AnswerWriter(
@@ -90,21 +91,17 @@ def run_job(options: Options, watcher: Watcher) -> Summary:
             _window(plan),
             done=done,
             kv=kv,
-            watch=lambda tally, reader, snapshot: watcher.progress(
-                tally, reader.bytes_read, source.size, snapshot
-            ),
+            bytes_before=bytes_before,
+            watch=lambda tally, snapshot: watcher.progress(tally, source.size, snapshot),
         )
         try:
             ranks = runner.run()
         except KeyboardInterrupt:
-            watcher.note(
-                f"interrupted: the results so far are in {output.name}; run the same command "
-                "again to go on"
-            )
+            watcher.note(_interrupted(output))
             raise
         if runner.tally.prompts == 0:
             raise no_prompts(source.name)
-        watcher.progress(runner.tally, reader.bytes_read, source.size, None)
+        watcher.progress(runner.tally, source.size, None)
         return summarize(
             runner.tally,
             ranks,
@@ -115,26 +112,77 @@ def run_job(options: Options, watcher: Watcher) -> Summary:
         )
 
 
-def _check_counts(options: Options) -> None:
+def _prepare(
+    options: Options, watcher: Watcher, stack: ExitStack
+) -> tuple[Input, Path | None, "Plan", Tokenizer]:
+    """Input, output, plan and tokenizer; nothing is written yet.
+
+    Raises UsageError with every problem at once. Notes are given only when there is none.
+    """
+    from engine.launch.checks import Problems, plan_of
+
+    problems = Problems()
+    notes: list[str] = []
+    source = target = plan = tokenizer = None
     for flag, count in (
         ("--logprobs", options.logprobs),
         ("--prompt-logprobs", options.prompt_logprobs),
     ):
-        if count is not None and not 0 <= count <= MAX_LOGPROBS:
-            raise UsageError(f"{flag} must be 0 to {MAX_LOGPROBS}, not {count}")
-
-
-def _make_plan(options: Options, watcher: Watcher) -> "Plan":
-    from engine.launch.model_dir import find_model_dir
-    from engine.launch.plan import make_plan
-    from engine.topology.load import DEFAULT_TOPOLOGY, load_topology
-
-    topology = load_topology(options.topology or DEFAULT_TOPOLOGY, options.overrides)
-    model_dir = find_model_dir(topology, options.model, watcher.note)
-    plan = make_plan(topology, model_dir, keep_kv=options.kv_dir is not None)
-    for note in plan.notes:
+        with problems.gathered():
+            _check_count(flag, count)
+    with problems.gathered():
+        source = open_input(options.input)
+        stack.callback(os.close, source.fd)
+    with problems.gathered():
+        target = _check_target(options, source)
+    with problems.gathered():
+        if options.kv_dir is not None:
+            check_folder(Path(options.kv_dir))
+    with problems.gathered():
+        plan = plan_of(
+            options.topology or DEFAULT_TOPOLOGY,
+            options.overrides,
+            options.model,
+            keep_kv=options.kv_dir is not None,
+            on_note=notes.append,
+        )
+        tokenizer = load_tokenizer(plan.model_dir)
+    problems.raise_all()
+    assert source is not None
+    assert plan is not None
+    assert tokenizer is not None
+    for note in (*notes, *plan.notes):
         watcher.note(note)
-    return plan
+    return source, target, plan, tokenizer
+
+
+def _check_count(flag: str, count: int | None) -> None:
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise UsageError(f"{flag} must be 0 to {MAX_LOGPROBS}, not {count}")
+
+
+def _check_target(options: Options, source: Input | None) -> Path | None:
+    """Where results go. source: None when the input cannot be read."""
+    if source is not None:
+        target = choose_output(source, options.output)
+    elif options.output is not None:
+        target = named_output(None, options.output)
+    else:
+        return None
+    if target is not None:
+        check_output(target)
+    elif not options.results_on_stdout:
+        raise UsageError(
+            "--json takes standard output, where the results would go; name a file for them with -o"
+        )
+    return target
+
+
+def _interrupted(output: Output) -> str:
+    where = f"the results so far are in {output.name}"
+    if output.regular and output.path is not None:
+        return f"interrupted: {where}; run the same command again to go on"
+    return "interrupted: the results so far were written"
 
 
 def _start(plan: "Plan", watcher: Watcher) -> AbstractContextManager[Engine]:

@@ -6,6 +6,7 @@ they belong to.
 
 import os
 import select
+from collections.abc import Callable
 
 import msgspec
 
@@ -15,10 +16,14 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line that holds something. `data` is None when it was longer than the limit."""
+    """One line that holds something. `data` is None when it was longer than the limit.
+
+    size: its bytes in the file, with its end and the blank lines before it.
+    """
 
     number: int
     data: bytes | None
+    size: int = 0
 
 
 class LineReader:
@@ -28,15 +33,22 @@ class LineReader:
     file is always ready. The descriptor stays open and is the caller's.
     """
 
-    def __init__(self, fd: int, limit: int = MAX_LINE_BYTES) -> None:
+    def __init__(
+        self,
+        fd: int,
+        limit: int = MAX_LINE_BYTES,
+        check_start: Callable[[bytes], None] = lambda data: None,
+    ) -> None:
+        """check_start: sees the first bytes before anything is taken, and may raise."""
         self._fd = fd
+        self._check_start: Callable[[bytes], None] | None = check_start
         self._limit = limit
         self._buffer = bytearray()
         self._scanned = 0  # bytes of the buffer that are known to hold no LF
         self._skipping = False  # inside a line that is over the limit
         self._number = 0
         self._at_end = False
-        self.bytes_read = 0
+        self._size = 0  # bytes of the line that is being read, and of blank ones before it
 
     @property
     def ended(self) -> bool:
@@ -73,17 +85,23 @@ class LineReader:
         """Remove the line that ends at `end` from the buffer; None when it is blank."""
         self._number += 1
         data = bytes(self._buffer[:end])
+        self._size += min(end + 1, len(self._buffer))
         del self._buffer[: end + 1]
         self._scanned = 0
         if self._number == 1:
             data = data.removeprefix(_BOM)
         if self._skipping or len(data) > self._limit:
             self._skipping = False
-            return Line(self._number, None)
+            return self._line(None)
         data = data.strip(b" \t\r")
-        return Line(self._number, data) if data else None
+        return self._line(data) if data else None
+
+    def _line(self, data: bytes | None) -> Line:
+        size, self._size = self._size, 0
+        return Line(self._number, data, size)
 
     def _clear(self) -> None:
+        self._size += len(self._buffer)
         self._buffer.clear()
         self._scanned = 0
 
@@ -92,7 +110,9 @@ class LineReader:
         if not select.select([self._fd], [], [], 0)[0]:
             return False
         chunk = os.read(self._fd, _CHUNK)
-        self.bytes_read += len(chunk)
+        if self._check_start is not None:
+            self._check_start(chunk)
+            self._check_start = None
         self._at_end = not chunk
         self._buffer += chunk
         return True

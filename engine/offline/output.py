@@ -67,6 +67,24 @@ class Output:
         return RunError(f"{self.name}: cannot write: {error.strerror}; {remedy}")
 
 
+def check_output(path: Path) -> None:
+    """Raises UsageError when `open_output` could not open `path`; leaves no trace."""
+    real = Path(os.path.realpath(path))
+    target = real if real.exists() else real.parent
+    if real.is_dir():
+        error: OSError | None = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    elif not target.exists():
+        error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    elif not target.is_dir() and target != real:
+        error = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    elif not os.access(target, os.W_OK):
+        error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    else:
+        error = None
+    if error is not None:
+        raise _unusable(path, real, error)
+
+
 def open_output(path: Path) -> Output:
     """Open `path` for appending, creating it; hold its lock. Raises UsageError.
 
@@ -78,7 +96,7 @@ def open_output(path: Path) -> Output:
         try:
             fd = _open(real)
         except OSError as error:
-            raise UsageError(f"{path}: cannot write results here: {_reason(real, error)}") from None
+            raise _unusable(path, real, error) from None
         output = Output(fd, str(path), real, created=created)
         if not output.regular or _lock(fd, real):
             return output
@@ -92,10 +110,12 @@ def _open(real: Path) -> int:
     return os.open(real, os.O_RDWR | flags, 0o666)
 
 
-def _reason(real: Path, error: OSError) -> str:
+def _unusable(path: Path, real: Path, error: OSError) -> UsageError:
     if error.errno == errno.ENOENT:
-        return f"there is no folder {real.parent}; make it, or choose another -o"
-    return f"{error.strerror}; choose another -o"
+        reason = f"there is no folder {real.parent}; make it, or choose another -o"
+    else:
+        reason = f"{error.strerror}; choose another -o"
+    return UsageError(f"{path}: cannot write results here: {reason}")
 
 
 def standard_output() -> Output:

@@ -1,6 +1,7 @@
 """Where a run reads and writes, checked before anything is opened for writing."""
 
 import os
+import re
 import stat
 import sys
 from pathlib import Path
@@ -14,6 +15,24 @@ from engine.offline.lines import LineReader
 from engine.offline.resume import Done, changed_line
 
 STANDARD = "-"
+
+_START = 4096
+_MAGIC = {
+    magic: (f"compressed with {tool}", f"unpack it first ({unpack})")
+    for magic, tool, unpack in (
+        (b"\x1f\x8b", "gzip", "gunzip"),
+        (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
+        (b"\xfd7zXZ\0", "xz", "unxz"),
+        (b"BZh", "bzip2", "bunzip2"),
+        (b"PK\x03\x04", "zip", "unzip"),
+    )
+} | {
+    b"PAR1": ("a Parquet file", "write its rows as JSON, one object a line"),
+    b"\xff\xfe": ("UTF-16", "save it as UTF-8"),
+    b"\xfe\xff": ("UTF-16", "save it as UTF-8"),
+}
+_ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*["{]')
+_SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t\r]*\n")
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -44,26 +63,53 @@ def open_input(name: str) -> Input:
             raise UsageError(f"{name}: cannot read the input: {reason}") from None
     status = os.fstat(fd)
     regular = stat.S_ISREG(status.st_mode)
-    if regular and status.st_size == 0:
-        os.close(fd)
-        raise no_prompts(label)
+    if regular:
+        try:
+            if status.st_size == 0:
+                raise no_prompts(label)
+            check_start(os.pread(fd, _START, os.lseek(fd, 0, os.SEEK_CUR)), label)
+        except UsageError:
+            os.close(fd)
+            raise
     return Input(fd, label, status.st_size if regular else None, path if regular else None)
+
+
+def check_start(data: bytes, name: str) -> None:
+    """Raises UsageError when an input that begins with `data` is plainly something else."""
+    for magic, (what, remedy) in _MAGIC.items():
+        if data.startswith(magic):
+            raise UsageError(f"{name} is {what}; {remedy}")
+    if _ARRAY.match(data):
+        raise UsageError(
+            f"{name} is one JSON array; put one object a line, without brackets and commas "
+            f"(jq -c '.[]' makes it so)"
+        )
+    if _SPREAD.match(data):
+        raise UsageError(
+            f"{name} spreads an object over several lines; put each on one line "
+            "(jq -c . makes it so)"
+        )
 
 
 def no_prompts(name: str) -> UsageError:
     return UsageError(f"{name} is empty; put one JSON object a line in it, each with a prompt")
 
 
+def named_output(source: Path | None, given: str | None) -> Path | None:
+    """Where results go by the words of the command; None for standard output.
+
+    source: the input where it is a regular file.
+    """
+    if given == STANDARD:
+        return None
+    if given is not None:
+        return Path(given)
+    return None if source is None else source.with_suffix(".results.jsonl")
+
+
 def choose_output(source: Input, given: str | None) -> Path | None:
     """Where the results go; None for standard output. Raises UsageError: the input itself."""
-    path: Path | None
-    if given == STANDARD or (given is None and source.path is None):
-        path = None
-    elif given is not None:
-        path = Path(given)
-    else:
-        assert source.path is not None
-        path = source.path.with_suffix(".results.jsonl")
+    path = named_output(source.path, given)
     if source.size is not None and _is_same(source.fd, path):
         raise UsageError(
             f"{path or 'standard output'} is the input itself; choose another output with -o"
@@ -71,25 +117,31 @@ def choose_output(source: Input, given: str | None) -> Path | None:
     return path
 
 
-def check_unchanged(source: Input, done: Done, output: str) -> None:
+def check_unchanged(source: Input, done: Done, output: str) -> int:
     """Refuse, before anything is computed, an input whose done lines have changed since.
 
-    Only a regular file can be read twice; lines of a pipe are compared as they come.
+    Returns how many bytes of the input the done lines take. Only a regular file can be read twice;
+    lines of a pipe are compared as they come, and count 0 here.
     """
     if source.path is None or not len(done):
-        return
+        return 0
     seen: set[bytes] = set()
+    size = 0
     fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         reader = LineReader(fd)
         while (line := reader.take()) is not None:
             origin, _ = read_line(line)
             key = id_hash(origin.custom_id)
-            if key not in seen and done.holds(origin.custom_id, origin.record) is False:
-                raise changed_line(origin, output)
+            if key not in seen:
+                state = done.holds(origin.custom_id, origin.record)
+                if state is False:
+                    raise changed_line(origin, output)
+                size += line.size if state else 0
             seen.add(key)
     finally:
         os.close(fd)
+    return size
 
 
 def _is_same(fd: int, output: Path | None) -> bool:

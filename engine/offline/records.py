@@ -32,9 +32,13 @@ class RecordWriter:
         """The record of a line that cannot be done; its message begins with the line's number."""
         body = error_body(failure)
         error = body["error"]
-        error["message"] = message = f"line {origin.number}: {failure.message}"
+        error["message"] = message = numbered(origin, failure)
         brief = {"code": error["code"] or error["type"], "message": message, "line": origin.number}
         return _line(origin, failure.status, body, brief)
+
+
+def numbered(origin: Origin, failure: RequestError) -> str:
+    return f"line {origin.number}: {failure.message}"
 
 
 def _line(origin: Origin, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> bytes:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,8 +16,13 @@ _START = b'{"id":"batch_req_'
 _REMEDY = "run it with the same ones, choose another -o, or start anew with --overwrite"
 
 
+class _Kv(msgspec.Struct):
+    path: str
+
+
 class _Body(msgspec.Struct):
     system_fingerprint: str | None = None
+    kv: _Kv | None = None
 
 
 class _Response(msgspec.Struct):
@@ -35,9 +41,13 @@ _decode = msgspec.json.Decoder(_Record).decode
 
 
 class Done:
-    """Which lines an earlier run has finished: 16 bytes for each id, 16 for its line."""
+    """Which lines an earlier run has finished: 16 bytes for each id, 16 for its line.
+
+    lost: results that were given up because their KV file is gone.
+    """
 
     def __init__(self) -> None:
+        self.lost = 0
         self._records: dict[bytes, bytes] = {}
 
     def __len__(self) -> int:
@@ -52,11 +62,12 @@ class Done:
         return None if digest is None else digest == id_hash(record)
 
 
-def take_stock(output: Output, fingerprint: str, overwrite: bool) -> Done:
+def take_stock(output: Output, fingerprint: str, overwrite: bool, needs_kv: bool = False) -> Done:
     """Read `output`, drop its failed and torn lines, and say what is done.
 
-    fingerprint: of the model and options now; the records' own must be equal. Raises UsageError
-    when they are not, or when the file is no output of ours; then it stays as it is.
+    fingerprint: of the model and options now; the records' own must be equal. needs_kv: a result
+    whose KV file is gone is dropped too. Raises UsageError when the fingerprints differ, or when
+    the file is no output of ours; then it stays as it is.
     """
     done = Done()
     if not output.regular or output.path is None:
@@ -64,7 +75,7 @@ def take_stock(output: Output, fingerprint: str, overwrite: bool) -> Done:
     if overwrite:
         os.ftruncate(output.fd, 0)
         return done
-    failed = 0
+    dropped = 0
     end = 0
     for number, start, raw in _lines(output.fd):
         if not raw.endswith(b"\n"):
@@ -72,14 +83,17 @@ def take_stock(output: Output, fingerprint: str, overwrite: bool) -> Done:
             break
         end = start + len(raw)
         record = _read(output, number, raw)
-        if record.error is not None or record.response.status_code != 200:
-            failed += 1
+        if not _succeeded(record):
+            dropped += 1
             continue
         _check_fingerprint(output, record, fingerprint)
+        if needs_kv and not _has_kv(record):
+            done.lost += 1
+            continue
         done.add(record.custom_id, record.id)
     os.ftruncate(output.fd, end)
-    if failed:
-        _drop_failed(output)
+    if dropped + done.lost:
+        _drop(output, done)
     return done
 
 
@@ -91,8 +105,17 @@ def changed_line(origin: Origin, output: str) -> UsageError:
     )
 
 
-def _drop_failed(output: Output) -> None:
-    """Rewrite the file without its error records: a copy first, then one rename."""
+def _succeeded(record: _Record) -> bool:
+    return record.error is None and record.response.status_code == 200
+
+
+def _has_kv(record: _Record) -> bool:
+    kv = record.response.body.kv
+    return kv is not None and Path(kv.path).is_file()
+
+
+def _drop(output: Output, done: Done) -> None:
+    """Rewrite the file with what is done: a copy first, then one rename."""
     assert output.path is not None
     copy = output.path.with_name(output.path.name + ".asapctl-tmp")
     copy.unlink(missing_ok=True)
@@ -103,7 +126,7 @@ def _drop_failed(output: Output) -> None:
         kept = Output(fd, str(copy), copy)
         for number, _, raw in _lines(output.fd):
             record = _read(output, number, raw)
-            if record.error is None and record.response.status_code == 200:
+            if _succeeded(record) and done.holds(record.custom_id, record.id):
                 kept.append(raw)
         os.fchmod(fd, mode)
         replace(output, fd, copy)
@@ -149,11 +172,11 @@ def _check_fingerprint(output: Output, record: _Record, fingerprint: str) -> Non
     before = record.response.body.system_fingerprint or ""
     if before == fingerprint:
         return
-    what = "another model" if _model(before) != _model(fingerprint) else "other options"
-    raise UsageError(
-        f"{output.name} holds results of {what} ({before or 'unknown'}, now {fingerprint}); "
-        + _REMEDY
-    )
+    if _model(before) != _model(fingerprint):
+        what = "of another model than this one"
+    else:
+        what = "of other options (--logprobs, --prompt-logprobs, --kv-dir or the dtype differs)"
+    raise UsageError(f"{output.name} holds results {what}; {_REMEDY}")
 
 
 def _model(fingerprint: str) -> str:

@@ -22,7 +22,7 @@ from engine.kv.naming import kv_file_name
 from engine.offline.forms import read_line, split_form
 from engine.offline.lines import Line, LineReader
 from engine.offline.output import Output
-from engine.offline.records import RecordWriter
+from engine.offline.records import RecordWriter, numbered
 from engine.offline.resume import Done, changed_line
 from engine.offline.stats import Tally
 
@@ -64,7 +64,19 @@ class KvOutput(msgspec.Struct, frozen=True):
     manifest: Manifest
 
 
-Watch = Callable[[Tally, LineReader, "Snapshot | None"], None]
+Watch = Callable[[Tally, "Snapshot | None"], None]
+
+
+class _Work(msgspec.Struct, frozen=True):
+    """A prompt on its way. size: of its line, in bytes. submitted: when, in monotonic seconds."""
+
+    prompt: Prompt
+    size: int
+    submitted: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt.token_ids)
 
 
 class Runner:
@@ -81,9 +93,13 @@ class Runner:
         *,
         done: Done | None = None,
         kv: KvOutput | None = None,
-        watch: Watch = lambda tally, reader, snapshot: None,
+        bytes_before: int = 0,
+        watch: Watch = lambda tally, snapshot: None,
     ) -> None:
-        """start_engine is called when the first prompt is ready, so never for nothing."""
+        """start_engine is called when the first prompt is ready, so never for nothing.
+
+        bytes_before: of the lines that are `done`, as far as that is known.
+        """
         self._reader = reader
         self._parser = parser
         self._writer = writer
@@ -95,14 +111,14 @@ class Runner:
         self._watch = watch
         self._seen: set[bytes] = set()
         self._engine: Engine | None = None
-        self._in_flight: dict[int, tuple[Prompt, float]] = {}
+        self._in_flight: dict[int, _Work] = {}
         self._tokens_in_flight = 0
-        self._held: Prompt | None = None  # ready, but the window is full
+        self._held: _Work | None = None  # ready, but the window is full
         self._next_key = 0
         self._drained = False
         self._can_read = True
         self._next_snapshot = 0.0
-        self.tally = Tally()
+        self.tally = Tally(bytes_before)
 
     def run(self) -> list[RankStatus]:
         """Do every line; the ranks' closing figures. Raises RunError, or UsageError when a done
@@ -120,9 +136,9 @@ class Runner:
             snapshot = self._engine.fresh_snapshot(2.0)
             return snapshot.ranks if snapshot is not None else []
 
-    def _admit(self) -> list[Prompt]:
+    def _admit(self) -> list[_Work]:
         """Read until a turn is over (`_can_read`), the window is full or nothing is there."""
-        ready: list[Prompt] = []
+        ready: list[_Work] = []
         count, tokens, new = len(self._in_flight), self._tokens_in_flight, 0
         self._can_read = True
         for _ in range(_TURN_LINES):
@@ -134,7 +150,7 @@ class Runner:
                 self._held = self._prepare(line)
                 if self._held is None:
                     continue
-            more = len(self._held.token_ids)
+            more = self._held.tokens
             if not self._window.admits(count, tokens, more):
                 self._can_read = False
                 break
@@ -145,23 +161,26 @@ class Runner:
                 break
         return ready
 
-    def _prepare(self, line: Line) -> Prompt | None:
+    def _prepare(self, line: Line) -> _Work | None:
         """The line's prompt; None when it is done already or has failed, which is recorded."""
         self.tally.prompts += 1
         origin, document = read_line(line)
         try:
             self._check_new(origin)
             if self._is_done(origin):
-                self.tally.skipped += 1
+                self.tally.skip(line.size)
                 return None
             if isinstance(document, RequestError):
                 raise document
             (prompt,) = self._parser.parse(origin, *split_form(document))
-            return prompt
+            return _Work(prompt, line.size)
         except RequestError as failure:
-            self._output.append(self._writer.failure(origin, failure))
-            self.tally.failed += 1
+            self._fail(origin, failure, line.size)
             return None
+
+    def _fail(self, origin: Origin, failure: RequestError, size: int) -> None:
+        self._output.append(self._writer.failure(origin, failure))
+        self.tally.fail(failure.code or "error", numbered(origin, failure), size)
 
     def _check_new(self, origin: Origin) -> None:
         key = id_hash(origin.custom_id)
@@ -179,7 +198,7 @@ class Runner:
             raise changed_line(origin, self._output.name)
         return state is True
 
-    def _submit(self, prompts: list[Prompt], stack: ExitStack) -> None:
+    def _submit(self, ready: list[_Work], stack: ExitStack) -> None:
         if self._engine is None:
             started = time.monotonic()
             self._engine = stack.enter_context(self._start_engine())
@@ -188,10 +207,10 @@ class Runner:
         if self.tally.first_admission is None:
             self.tally.first_admission = now
         requests = []
-        for prompt in prompts:
-            requests.append(self._request(prompt))
-            self._in_flight[self._next_key] = prompt, now
-            self._tokens_in_flight += len(prompt.token_ids)
+        for work in ready:
+            requests.append(self._request(work.prompt))
+            self._in_flight[self._next_key] = msgspec.structs.replace(work, submitted=now)
+            self._tokens_in_flight += work.tokens
             self._next_key += 1
         self._engine.submit(requests)
 
@@ -222,22 +241,23 @@ class Runner:
             self._finish(result)
 
     def _finish(self, result: PrefillResult) -> None:
-        entry = self._in_flight.pop(result.key, None)
-        if entry is None:
+        work = self._in_flight.pop(result.key, None)
+        if work is None:
             raise RunError(f"the engine returned a result for an unknown prompt ({result.key})")
-        prompt, submitted = entry
-        self._tokens_in_flight -= len(prompt.token_ids)
+        prompt = work.prompt
+        self._tokens_in_flight -= work.tokens
+        self.tally.last_result = now = time.monotonic()
+        if result.error is not None:
+            failure = RequestError(result.error, code="prefill_failed", status=500)
+            self._fail(prompt.origin, failure, work.size)
+            return
         if result.kv is not None and self._kv is not None:
             self._kv.manifest.add(prompt.origin.custom_id, result.kv)
         self._output.append(self._writer.result(prompt, result))
-        now = time.monotonic()
-        self.tally.last_result = now
-        if result.error is not None:
-            self.tally.failed += 1
-            return
         self.tally.ok += 1
-        self.tally.prompt_tokens += len(prompt.token_ids)
-        self.tally.waits.add(now - submitted)
+        self.tally.bytes_done += work.size
+        self.tally.prompt_tokens += work.tokens
+        self.tally.waits.add(now - work.submitted)
         self.tally.computes.add(result.compute_s)
 
     def _report(self) -> None:
@@ -248,4 +268,4 @@ class Runner:
                 self._next_snapshot = now + _SNAPSHOT_S
                 self._engine.request_snapshot()
             snapshot = self._engine.snapshot()
-        self._watch(self.tally, self._reader, snapshot)
+        self._watch(self.tally, snapshot)

@@ -1,5 +1,6 @@
 """Figures of a run, in memory that does not grow with the number of prompts."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -9,19 +10,40 @@ from engine.control.messages import RankStatus
 
 
 class Tally:
-    """What a run has done so far. `prompts` counts input lines that hold something."""
+    """What a run has done so far. `prompts` counts input lines that hold something.
 
-    def __init__(self) -> None:
+    bytes_before: of the lines that an earlier run has done, as far as they are known; bytes_done:
+    of those that this run has finished.
+    """
+
+    def __init__(self, bytes_before: int = 0) -> None:
         self.prompts = 0
         self.ok = 0
         self.failed = 0
         self.skipped = 0  # done by an earlier run
+        self.failures: Counter[str] = Counter()  # by the error's code
+        self.first_failure: str | None = None
+        self.bytes_before = bytes_before
+        self.bytes_done = 0
+        self.bytes_skipped = 0
         self.prompt_tokens = 0
         self.load_seconds = 0.0
         self.first_admission: float | None = None
         self.last_result: float | None = None
         self.waits = Durations()  # from submission to result
         self.computes = Durations()  # from start to result
+
+    def skip(self, size: int) -> None:
+        """A line of `size` bytes was done by an earlier run."""
+        self.skipped += 1
+        self.bytes_skipped += size
+        self.bytes_before = max(self.bytes_before, self.bytes_skipped)
+
+    def fail(self, code: str, message: str, size: int) -> None:
+        self.failed += 1
+        self.bytes_done += size
+        self.failures[code] += 1
+        self.first_failure = self.first_failure or message
 
     @property
     def seconds(self) -> float:
@@ -46,20 +68,24 @@ class RankShare(msgspec.Struct, frozen=True):
     load_seconds: float
     tokens: int
     work_items: int
+    restarts: int
 
 
 class Summary(msgspec.Struct, frozen=True):
     """The closing figures of a run, as `--json` prints them.
 
-    prompts = ok + failed + skipped. prompt_tokens: of the prompts that this run computed.
-    seconds: from the first admission to the last result. prompt_seconds: from a prompt's
-    submission to its result, and compute_seconds from its start.
+    prompts = ok + failed + skipped. failures: how many failed with each code; first_failure: the
+    message of the first. restarts: of ranks whose process ended. prompt_tokens: of the prompts that
+    this run computed. seconds: from the first admission to the last result. prompt_seconds: from a
+    prompt's submission to its result, and compute_seconds from its start.
     """
 
     prompts: int
     ok: int
     failed: int
     skipped: int
+    failures: dict[str, int]
+    first_failure: str | None
     prompt_tokens: int
     load_seconds: float
     seconds: float
@@ -68,6 +94,7 @@ class Summary(msgspec.Struct, frozen=True):
     compute_seconds: Seconds
     attention_busy: float
     expert_busy: float
+    restarts: int
     ranks: list[RankShare]
     model: str
     dtype: str
@@ -91,6 +118,7 @@ def summarize(
             load_seconds=status.load_seconds,
             tokens=status.tokens,
             work_items=status.work_items,
+            restarts=status.deaths,
         )
         for status in sorted(ranks, key=lambda status: status.id)
     ]
@@ -99,6 +127,8 @@ def summarize(
         ok=tally.ok,
         failed=tally.failed,
         skipped=tally.skipped,
+        failures=dict(tally.failures.most_common()),
+        first_failure=tally.first_failure,
         prompt_tokens=tally.prompt_tokens,
         load_seconds=tally.load_seconds,
         seconds=tally.seconds,
@@ -107,12 +137,17 @@ def summarize(
         compute_seconds=_seconds(tally.computes),
         attention_busy=_mean_busy(shares, "attention"),
         expert_busy=_mean_busy(shares, "expert"),
+        restarts=sum(share.restarts for share in shares),
         ranks=shares,
         model=model,
         dtype=dtype,
         topology=topology,
         output=output,
     )
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _seconds(durations: Durations) -> Seconds:

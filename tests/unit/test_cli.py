@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -59,9 +60,13 @@ def test_help_imports_nothing_heavy() -> None:
     assert "prefill" in done.stdout
 
 
-def test_check_prints_ranks_experts_and_memory_in_80_columns(invoke: Invoke) -> None:
-    result = invoke("check", "cpu-3a2e", "--keep-kv", "--set", "experts.ranks=3")
+def test_check_prints_ranks_experts_and_memory_in_80_columns(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    kv = tmp_path / "kv"
+    result = invoke("check", "cpu-3a2e", "--kv-dir", kv, "--set", "experts.ranks=3")
     assert result.exit_code == 0, result.output
+    assert not kv.exists()
     assert "\x1b" not in result.stdout
     lines = result.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines if not line.startswith("model"))
@@ -73,6 +78,72 @@ def test_check_prints_ranks_experts_and_memory_in_80_columns(invoke: Invoke) -> 
     assert "5-7 (3)" in table["expert", "2"]
     for word in ("weights", "windows", "working", "KV", "total", "32768 tokens", "free"):
         assert word in result.stdout
+
+
+def test_the_widest_table_fits_80_columns(invoke: Invoke) -> None:
+    from rich.console import Console
+
+    from asapctl.check import _table
+    from engine.launch.budget import RankPlan
+    from engine.topology.ranks import RankId
+
+    size = 1023 * 2**20 - 2**25  # "991 MiB", as wide as sizes get
+    ranks = [
+        RankPlan(RankId(role, 239), range(100, 128), *[size] * 5)
+        for role in ("attention", "expert")
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(_table(ranks))
+    text = console.export_text()
+    assert "\u2026" not in text
+    assert text.count("991 MiB") >= 10
+    for word in ("attention 239", "100-127 (28)", "process", "total"):
+        assert word in text
+
+
+def test_check_as_json(invoke: Invoke) -> None:
+    plan = json.loads(invoke("check", "cpu-2a2e", "--json").stdout)
+    assert (plan["topology"], plan["architecture"]) == ("cpu-2a2e.toml", "qwen3_moe")
+    assert [rank["rank"] for rank in plan["ranks"]] == [
+        "attention 0", "attention 1", "expert 0", "expert 1",
+    ]  # fmt: skip
+    assert [rank["experts"] for rank in plan["ranks"]] == [0, 0, 4, 4]
+    assert plan["ranks"][3]["first_expert"] == 4
+    assert sum(rank["total_bytes"] for rank in plan["ranks"]) < plan["memory_needed_bytes"]
+    assert any("32768 tokens" in note for note in plan["notes"])
+
+
+def test_problems_of_keys_do_not_hide_those_of_the_model(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke(
+        *("check", "--kv-dir", "/dev/null/kv", "--set", "schedule.lanes=0"),
+        *("--set", "experts.ranks=33", "--set", "attention.groups=500"),
+    )
+    assert result.exit_code == 2
+    found = [line.split(":")[1].strip() for line in result.stderr.splitlines()]
+    keys = ("attention.groups", "schedule.lanes", "experts.ranks")
+    assert found == ["/dev/null/kv", *(f"--set {key}" for key in keys)]
+    assert "from 1 to 240" in result.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--set", "schedule.lanes=0"], ["no-such-topology"]])
+def test_a_name_on_the_hub_is_not_fetched(invoke: Invoke, more: list[str]) -> None:
+    result = invoke("check", *more, "--model", "Qwen/Qwen3-30B-A3B")
+    assert result.exit_code == 2
+    assert "hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["prefill", "check"])
+def test_the_list_of_commands_cuts_no_sentence(invoke: Invoke, command: str) -> None:
+    (line,) = [x for x in invoke("--help").stdout.splitlines() if x.split()[:1] == [command]]
+    assert line.endswith(".")
+    assert not line.endswith("...")
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "asapctl", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"asapctl {__version__}\n"
 
 
 def test_check_reports_all_problems_and_exits_2(invoke: Invoke, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The whole command but for its processes: real options, plan and demo model, a fake engine."""
 
+import gzip
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from asapctl.prefill import prefill
+from engine.control.messages import KvFile, PrefillRequest, PrefillResult
 from engine.errors import AsapError, RunError, UsageError
 from engine.model.demo import make_demo_checkpoint
+from engine.offline.job import Options, run_job
 from helpers.offline import FakeEngine
 
 
@@ -29,6 +33,7 @@ class Bench:
         self.folder = folder
         self.demo = demo
         self.engine = FakeEngine()
+        self.answer: Callable[[PrefillRequest], PrefillResult] | None = None
 
     def write(self, *lines: Any, name: str = "in.jsonl") -> Path:
         path = self.folder / name
@@ -36,7 +41,7 @@ class Bench:
         return path
 
     def run(self, *arguments: object) -> Result:
-        self.engine = FakeEngine()
+        self.engine = FakeEngine(self.answer)
         app = typer.Typer()
         app.command()(prefill)
         given = [str(argument) for argument in arguments]
@@ -146,3 +151,74 @@ def test_kv_paths_are_absolute(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     assert request.kv_path is not None
     assert Path(request.kv_path).parent == bench.folder / "kv"
     assert (bench.folder / "kv" / "manifest.jsonl").exists()
+
+
+def test_every_problem_comes_at_once_and_before_any_note(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        bench.run(
+            *(bench.folder / "none.jsonl", "-o", "/nonexistent/x.jsonl", "--logprobs", 21),
+            *("--prompt-logprobs", -1, "--kv-dir", "/dev/null/kv", "--set", "schedule.lanes=0"),
+            *("--set", "experts.ranks=33", "--set", "attention.groups=500"),
+        )
+    starts = [
+        "--logprobs must be 0 to 20", "--prompt-logprobs must be", "none.jsonl: cannot read",
+        "/nonexistent/x.jsonl: cannot write results here", "/dev/null/kv: cannot write KV files",
+        "--set schedule.lanes: expected", "--set attention.groups: expected",
+        "--set experts.ranks: 33 ranks for 8 experts",
+    ]  # fmt: skip
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(starts)
+    for start in starts:
+        assert sum(start in found for found in lines) == 1, start
+    assert not (bench.folder / "kv").exists()
+
+
+def test_an_output_that_cannot_be_is_refused_before_notes(bench: Bench) -> None:
+    source = bench.write({"prompt": "a"})
+    notes: list[str] = []
+
+    class Listener:
+        note = notes.append
+
+    for output in ("/nonexistent/x.jsonl", None):
+        options = Options(str(source), output, model=str(bench.demo))
+        try:
+            run_job(options, Listener())  # type: ignore[arg-type]
+        except UsageError:
+            assert not notes
+        except AttributeError:  # it goes on to progress
+            assert notes
+
+
+def test_a_prompt_whose_kv_file_is_gone_is_done_again(bench: Bench) -> None:
+    def answer(request: PrefillRequest) -> PrefillResult:
+        assert request.kv_path is not None
+        Path(request.kv_path).touch()
+        kv = KvFile(request.kv_path, len(request.token_ids), "ff", {}, "float32")
+        return PrefillResult(request.key, 120, kv=kv)
+
+    bench.answer = answer
+    source = bench.write(*[{"id": name, "prompt": name} for name in "abc"])
+    kv = bench.folder / "kv"
+    assert bench.run(source, "--kv-dir", kv).exit_code == 0
+    lost = next(kv.glob("b-*.safetensors"))
+    lost.unlink()
+    again = bench.run(source, "--kv-dir", kv)
+    assert "1 KV file gone" in again.stderr
+    assert "3 prompts: 1 ok, 0 failed, 2 done before" in again.stderr
+    assert lost.exists()
+    assert sorted(record["custom_id"] for record in bench.records()) == ["a", "b", "c"]
+    assert "nothing to do: 3 prompts were done before" in bench.run(source, "--kv-dir", kv).stderr
+
+
+def test_a_compressed_pipe_is_refused(bench: Bench) -> None:
+    fifo = bench.folder / "fifo"
+    os.mkfifo(fifo)
+    held = os.open(fifo, os.O_RDWR)
+    os.write(held, gzip.compress(b"{}"))
+    with pytest.raises(UsageError, match="gzip"):
+        bench.run(fifo, "-o", bench.folder / "out")
+    os.close(held)
+    assert not (bench.folder / "out").exists()

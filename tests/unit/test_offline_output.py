@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from engine.api.types import Origin, Prompt, RequestError
-from engine.control.messages import PrefillResult, Sampling
+from engine.control.messages import KvFile, PrefillResult, Sampling
 from engine.errors import RunError, UsageError
-from engine.offline.output import Output, open_output
+from engine.offline.output import Output, check_output, open_output
 from engine.offline.resume import Done, take_stock
 from helpers.offline import FINGERPRINT, writer
 
@@ -152,7 +152,14 @@ def test_a_file_that_is_no_output_is_refused_and_kept(tmp_path: Path, content: b
 
 @pytest.mark.parametrize(
     ("now", "what"),
-    [("fp_cccccccc_bbbbbbbb", "another model"), ("fp_aaaaaaaa_cccccccc", "other options")],
+    [
+        ("fp_cccccccc_bbbbbbbb", "of another model than this one; run it"),
+        ("fp_cccccccc_dddddddd", "of another model than this one; run it"),
+        (
+            "fp_aaaaaaaa_cccccccc",
+            r"of other options \(--logprobs, --prompt-logprobs, --kv-dir or the dtype differs\)",
+        ),
+    ],
 )
 def test_a_change_of_model_or_options_is_refused(tmp_path: Path, now: str, what: str) -> None:
     path = tmp_path / "out"
@@ -161,6 +168,42 @@ def test_a_change_of_model_or_options_is_refused(tmp_path: Path, now: str, what:
     with pytest.raises(UsageError, match=what):
         stock(path, fingerprint=now)
     assert path.read_bytes() == content
+
+
+def with_kv(name: str, file: Path) -> bytes:
+    prompt = Prompt(origin(name), "completion", [65], Sampling(), 1, None, None, None)
+    kv = KvFile(str(file), 1, "ff", {}, "float32")
+    return writer().result(prompt, PrefillResult(0, 120, kv=kv))
+
+
+def test_results_whose_kv_file_is_gone_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    (tmp_path / "here").touch()
+    kept = with_kv("a", tmp_path / "here") + with_kv("c", tmp_path / "here")
+    gone = with_kv("b", tmp_path / "gone")
+    content = with_kv("a", tmp_path / "here") + gone + bad("a") + with_kv("c", tmp_path / "here")
+    path.write_bytes(content)
+    with open_output(path) as output:
+        done = take_stock(output, FINGERPRINT, overwrite=False, needs_kv=True)
+    assert path.read_bytes() == kept
+    assert (len(done), done.lost) == (2, 1)
+    assert done.holds("b", origin("b").record) is None
+    path.write_bytes(content)
+    assert len(stock(path)) == 3  # nobody asks for the files
+
+
+def test_an_output_is_checked_without_a_trace(tmp_path: Path) -> None:
+    check_output(tmp_path / "out")
+    check_output(Path("/dev/full"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for path, words in (
+        (tmp_path, "directory"),
+        (tmp_path / "no" / "out", "there is no folder"),
+        (tmp_path / "file" / "out", "Not a directory"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check_output(path)
 
 
 def test_only_failed_lines_bind_to_nothing(tmp_path: Path) -> None:

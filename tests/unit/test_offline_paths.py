@@ -1,3 +1,4 @@
+import gzip
 import os
 from pathlib import Path
 
@@ -72,6 +73,39 @@ def test_inputs_that_are_none(tmp_path: Path) -> None:
             open_input(str(tmp_path / name))
     with pytest.raises(UsageError, match="null"):
         open_input("a\0b")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (gzip.compress(b'{"prompt": "a"}'), r"compressed with gzip; unpack it first \(gunzip\)"),
+        (b"\x28\xb5\x2f\xfdabc", "zstd"),
+        (b'[{"prompt": "a"}, {"prompt": "b"}]', "one JSON array; put one object a line"),
+        (b'\xef\xbb\xbf\n [\n  {"prompt": "a"}]', "one JSON array"),
+        (b'["a", "b"]\n', "one JSON array"),
+        (b'{\n  "prompt": "a"\n}\n', "several lines"),
+        ("{}".encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_inputs_that_are_plainly_something_else(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=f"in.jsonl .*{words}"):
+        open_input(str(path))
+
+
+@pytest.mark.parametrize("data", [b"[1]\n", b"nonsense", b"[]\n{}", b'{"a": [\n', b"\n\n"])
+def test_inputs_with_a_bad_first_line_are_read_all_the_same(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "in").write_bytes(data)
+    opened(tmp_path / "in")
+
+
+def test_done_lines_are_counted_in_bytes(source: Path) -> None:
+    lines = source.read_bytes().splitlines()
+    done = Done()
+    assert check_unchanged(opened(source), done, "out") == 0
+    done.add("a", read_line(line(lines[0]))[0].record)
+    assert check_unchanged(opened(source), done, "out") == len(lines[0]) + 1
 
 
 def test_done_lines_are_compared_before_the_run(source: Path) -> None:

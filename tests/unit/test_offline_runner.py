@@ -157,7 +157,7 @@ def test_results_do_not_wait_for_a_pipe_that_pauses(tmp_path: Path) -> None:
     path = tmp_path / "out"
     os.write(sink, b'{"prompt": "a"}\n')
 
-    def then_close(tally: Any, reader: Any, snapshot: Any) -> None:
+    def then_close(tally: Any, snapshot: Any) -> None:
         # The first result must be there while the writer of the pipe still holds it open.
         if tally.ok == 1 and not closed:
             closed.append(path.read_bytes())

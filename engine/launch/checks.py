@@ -1,0 +1,91 @@
+"""A topology's name and a model -> a plan, or everything that is wrong with both at once."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.errors import UsageError
+from engine.launch.machine import read_machine
+from engine.launch.model_dir import DEMO, find_model_dir
+from engine.launch.plan import Plan, make_plan
+from engine.model.config import load_config
+from engine.topology.load import TopologyError, load_topology
+from engine.topology.schema import Topology
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Problems:
+    """Collects UsageErrors of steps that do not depend on each other."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """A UsageError inside is kept for `raise_all`."""
+        try:
+            yield
+        except UsageError as error:
+            self._found.append(str(error))
+
+    def raise_all(self) -> None:
+        if self._found:
+            raise UsageError("\n".join(self._found))
+
+
+def plan_of(
+    topology: str,
+    overrides: Sequence[str],
+    model: str | Path | None,
+    *,
+    keep_kv: bool | Callable[[Topology], bool] = False,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Plan:
+    """The plan for a topology (a file, or a packaged one's name) and a model (None: its own).
+
+    Raises UsageError with every problem of both, one a line.
+    """
+    try:
+        loaded = load_topology(topology, overrides)
+    except UsageError as error:
+        problems = [str(error)]
+        try:
+            _check_rest(error.usable if isinstance(error, TopologyError) else None, model)
+        except UsageError as more:
+            problems.append(str(more))
+        raise UsageError("\n".join(problems)) from None
+    _check_local(loaded, model)
+    model_dir = find_model_dir(loaded, model, on_note)
+    return make_plan(loaded, model_dir, keep_kv(loaded) if callable(keep_kv) else keep_kv)
+
+
+def _check_rest(topology: Topology | None, model: str | Path | None) -> None:
+    """What is wrong besides the keys that are known to be: their defaults stand in for them, so
+    nothing is said about memory. Without any topology, what is wrong with the model.
+    """
+    if topology is None:
+        if model is not None and str(model) != DEMO:
+            _check_local(Topology(), model)
+            load_config(Path(model).expanduser())
+        return
+    _check_local(topology, model)
+    machine = dataclasses.replace(read_machine(), memory_bytes=2**62)
+    make_plan(topology, find_model_dir(topology, model), machine=machine)
+
+
+def _check_local(topology: Topology, model: str | Path | None) -> None:
+    """Raises UsageError for a model that is named as on the Hugging Face Hub, and is not here."""
+    name = topology.model.path if model is None else str(model)
+    if name == DEMO or not _HUB_ID.fullmatch(name):
+        return
+    folder = topology.resolve("model", "path", name) if model is None else Path(name).absolute()
+    if not folder.exists():
+        local = f"models/{folder.name}"
+        raise UsageError(
+            f"model {name}: there is no folder {folder}. Models are not fetched from a hub: if it "
+            f"is one of the Hugging Face Hub, download it first (hf download {name} --local-dir "
+            f"{local}), and give that folder (--model {local})"
+        )
