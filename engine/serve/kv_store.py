@@ -17,7 +17,7 @@ from engine.api.wording import show
 from engine.serve.spec import KvFolder
 
 _NAME = re.compile(r"kv-([0-9a-f]{32})\.safetensors")
-_TEMPORARY = re.compile(r"\.kv-([0-9a-f]{32})\.safetensors\.\d+\.tmp")
+_TEMPORARY = re.compile(r"\.kv-([0-9a-f]{32})\.safetensors\.tmp")  # engine.kv.export's
 _HEADER_BYTES = 1 << 16  # of a safetensors file, generously
 
 

@@ -128,7 +128,7 @@ def test_a_restart_finds_the_files_and_leaves_others_alone(store: KvStore, tmp_p
     folder = tmp_path / "kv"
     theirs = folder / "kv-mine.safetensors"
     theirs.write_bytes(b"x")
-    half = folder / f".kv-{'a' * 32}.safetensors.123.tmp"
+    half = folder / f".kv-{'a' * 32}.safetensors.tmp"
     half.write_bytes(b"x")
     for path in (theirs, half):
         os.utime(path, (1, 1))
