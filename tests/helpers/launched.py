@@ -35,7 +35,11 @@ def launched(
     """A launched instance and its URL. It is killed at the end, if it has not ended by then."""
     process = start(
         *("launch", "cpu", "--model", str(model), "--port", "0", *SMALL, *arguments),
-        env=environment(home),
+        env={
+            **environment(home),
+            "HTTP_PROXY": "http://127.0.0.1:9",
+            "ALL_PROXY": "http://127.0.0.1:9",
+        },
     )
     others = []
     try:
