@@ -209,7 +209,7 @@ class Controller:
 
     def _admit(self, peer: bytes, request: PrefillRequest, now: float) -> None:
         if self._quitting:
-            refused = PrefillResult(request.key, error="the instance is stopping")
+            refused = PrefillResult(request.key, error="the instance is stopping", refused=True)
             self.outbox.append((peer, Results([refused])))
             return
         key, self._next_key = self._next_key, self._next_key + 1

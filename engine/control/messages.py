@@ -65,7 +65,8 @@ class PrefillResult(msgspec.Struct, frozen=True):
     top: the chosen token first, then the `logprobs` likeliest by rank. prompt_logprobs: one entry
     for each prompt token (None for the first): the actual token first, then the likeliest.
     queue_s, compute_s: seconds between submission and start, and between start and result.
-    error: why this prompt alone failed (then the rest is meaningless).
+    error: why this prompt alone failed (then the rest is meaningless). refused: the instance takes
+    no more prompts; this one was never tried.
     """
 
     key: int
@@ -76,6 +77,7 @@ class PrefillResult(msgspec.Struct, frozen=True):
     queue_s: float = 0.0
     compute_s: float = 0.0
     error: str | None = None
+    refused: bool = False
 
 
 # --- client -> controller --------------------------------------------------------------------

@@ -146,17 +146,11 @@ class Front:
         wanted = [_engine_request(prompt, kv_path) for prompt in asked.prompts]
         results = await _unless_left(request, self.engine.prefill(wanted))
         for result in results:
+            if result.refused:
+                raise RequestError("the instance is stopping", code="stopping", status=503)
             if result.error is None:
                 self.metrics.ttft.observe(result.queue_s + result.compute_s)
-            else:
-                await self._check_stays()
         return await self.work(_size(results), self._response, asked, results, kv_id)
-
-    async def _check_stays(self) -> None:
-        """Raises RequestError (503) when the instance is ending, which explains a failure."""
-        snapshot = await self.snapshot()
-        if snapshot is not None and snapshot.quitting:
-            raise RequestError("the instance is stopping", code="stopping", status=503)
 
     def _response(self, asked: Asked, results: Sequence[PrefillResult], kv_id: str) -> Response:
         body = self._answers.body(asked.prompts, results)

@@ -170,7 +170,7 @@ def test_quit_finishes_what_is_there_and_takes_no_more() -> None:
     controller.handle(CLIENT, Submit([prompt(9, 12)]), 2.0)
     (refused,) = sent(controller, CLIENT)
     assert isinstance(refused, Results)
-    assert refused.results[0].error == "the instance is stopping"
+    assert refused.results == [PrefillResult(9, error="the instance is stopping", refused=True)]
     for done in (run, other):
         results = [PrefillResult(request.key) for request in done.requests]
         controller.handle(b"attention 0", BatchDone(done.batch.id, results), 3.0)

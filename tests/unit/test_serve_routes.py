@@ -252,8 +252,9 @@ def test_a_prompt_that_fails(server: Server, client: openai.OpenAI) -> None:
 
 
 def test_an_instance_that_is_stopping(server: Server) -> None:
-    server.controller.answer = lambda request: PrefillResult(request.key, error="stopping")
-    server.controller.snapshot = msgspec.structs.replace(HEALTHY, quitting=True)
+    server.controller.answer = lambda request: PrefillResult(
+        request.key, error="stopping", refused=True
+    )
     response = server.post("/v1/completions", prompt="hi")
     assert error_of(response) == (503, "stopping", None)
     assert response.headers["retry-after"] == "1"
