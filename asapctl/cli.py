@@ -20,6 +20,7 @@ from asapctl.prefill import prefill
 from asapctl.ps import ps
 from asapctl.status import status
 from asapctl.stop import stop
+from asapctl.trace import trace
 from engine import __version__
 from engine.errors import AsapError
 
@@ -72,7 +73,7 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # In the order of the help. These modules import what they need when they run.
-for command in (prefill, launch, ps, status, logs, stop, check):
+for command in (prefill, launch, ps, status, trace, logs, stop, check):
     app.command(command.__name__)(_reported(command))
 
 

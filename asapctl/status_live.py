@@ -41,11 +41,16 @@ def one_snapshot(record: InstanceRecord) -> Snapshot:
     with attach(record) as client:
         snapshot = client.fresh_snapshot(ANSWER_S)
     if snapshot is None:
-        raise RunError(
-            f"instance {record.name}: its controller did not answer within {ANSWER_S:.0f} s; "
-            f"its logs are in {record.logs}"
-        )
+        raise silence(record)
     return snapshot
+
+
+def silence(record: InstanceRecord) -> RunError:
+    """What to say of a controller that does not answer."""
+    return RunError(
+        f"instance {record.name}: its controller did not answer within {ANSWER_S:.0f} s; "
+        f"its logs are in {record.logs}"
+    )
 
 
 def print_json(record: InstanceRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from rich.text import Text
@@ -192,7 +193,7 @@ def _title(record: InstanceRecord, snapshot: Snapshot, silent: bool) -> Text:
         "  ",
         (health, HEALTH_STYLES[health]),
         f"  up {duration(snapshot.uptime_s)}",
-        (f"  {record.url or record.command}  {record.model}", "dim"),
+        (f"  {record.url or record.command}  {Path(record.model).name}", "dim"),
     )
 
 

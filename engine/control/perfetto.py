@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
+import msgspec
+
 from engine.control.messages import RankSpans, Span, TraceReport
 from engine.topology.ranks import RankId
 
@@ -22,11 +24,11 @@ _ORDER = {"dispatch": 0, "serve": 1, "combine": 2}
 def to_perfetto(report: TraceReport) -> dict[str, Any]:
     """The JSON object. Timestamps are microseconds since `report.start`.
 
-    When a span began before that, since the first one.
+    When a span began before that, since the first one. A rank that records for somebody else too
+    sends more than was asked for; spans wholly outside of the report's time are left out.
     """
-    ranks = sorted(report.ranks, key=lambda rank: rank.id)
-    starts = [span.start for rank in ranks for span in rank.spans]
-    base = min([report.start, *starts])
+    ranks = [_within(report, rank) for rank in sorted(report.ranks, key=lambda rank: rank.id)]
+    base = min([report.start, *(span.start for rank in ranks for span in rank.spans)])
     events: list[Event] = []
     for pid, rank in enumerate(ranks, start=1):
         events += _names(pid, rank)
@@ -44,6 +46,11 @@ def to_perfetto(report: TraceReport) -> dict[str, Any]:
             "dropped_spans": sum(rank.dropped for rank in ranks),
         },
     }
+
+
+def _within(report: TraceReport, rank: RankSpans) -> RankSpans:
+    spans = [span for span in rank.spans if span.end >= report.start and span.start <= report.end]
+    return msgspec.structs.replace(rank, spans=spans)
 
 
 def _names(pid: int, rank: RankSpans) -> Iterator[Event]:

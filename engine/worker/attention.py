@@ -1,8 +1,10 @@
 """The attention rank: advances whichever lane is ready, and blocks only when none is."""
 
 import logging
+import math
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ import zmq
 
 from engine.comm.primitives import Arrival, AttentionEndpoint, Peer
 from engine.comm.shm import ShmAttentionEndpoint
-from engine.control.messages import BatchDone, LaneStatus, Progress, Run, Stop
+from engine.control.messages import BatchDone, LaneStatus, Progress, Record, Run, Stop
 from engine.model.config import load_config
 from engine.model.loading import load_attention
 from engine.worker.lane import Lane
@@ -18,6 +20,7 @@ from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
 from engine.worker.prompt import Prompt
 from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank, take_peers
+from engine.worker.recorder import Recorder
 from engine.worker.spec import RankSpec
 
 log = logging.getLogger(__name__)
@@ -33,12 +36,14 @@ class AttentionLoop:
         link: ControlLink,
         lifeline: Lifeline,
         meter: Meter,
+        recorder: Recorder,
     ) -> None:
         self._lanes = lanes
         self._endpoint = endpoint
         self._link = link
         self._lifeline = lifeline
         self._meter = meter
+        self._recorder = recorder
         self._memory = Memory()
         self._next = 0  # the lane to look at first: they take turns
         link.watch(endpoint.socket, lifeline.fileno())
@@ -51,17 +56,29 @@ class AttentionLoop:
                     return
                 if isinstance(message, Run):
                     self._start(message)
+                if isinstance(message, Record):
+                    self._recorder.start(message.seconds)
             for peer in self._lifeline.receive():
                 self._replace(peer)
             for arrival in self._endpoint.combine_recv():
                 self._take(arrival)
+            if self._recorder.over:
+                self._link.send_spans(self._recorder)
             lane = self._ready_lane()
             if lane is not None:
                 self._advance(lane)
-                continue
-            with_work = any(lane.batch is not None for lane in self._lanes)
-            with self._meter.waiting(with_work):
-                self._link.wait(self._waiting, with_work)
+            else:
+                self._wait()
+
+    def _wait(self) -> None:
+        recorder = self._recorder
+        with ExitStack() as spans:
+            batches = [(lane, lane.batch) for lane in self._lanes if lane.batch is not None]
+            for lane, batch in batches:
+                spans.enter_context(recorder.span("wait", batch.id, lane.index, lane.layer))
+            with self._meter.waiting(bool(batches)):
+                until = recorder.ends if recorder.on else math.inf
+                self._link.wait(self._waiting, bool(batches), until)
 
     def _start(self, message: Run) -> None:
         batch = message.batch
@@ -69,7 +86,16 @@ class AttentionLoop:
             self._lanes[message.lane].start(batch, message.requests)
 
     def _take(self, arrival: Arrival) -> None:
-        with self._meter.computing(arrival.batch):
+        span = self._recorder.span(
+            "combine",
+            arrival.batch,
+            arrival.lane,
+            arrival.layer,
+            arrival.tile,
+            arrival.expert,
+            arrival.n,
+        )
+        with self._meter.computing(arrival.batch), span:
             self._lanes[arrival.lane].take(arrival)
 
     def _ready_lane(self) -> Lane | None:
@@ -149,6 +175,7 @@ def _run(spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter) -
             log.info("life %d is ready, loaded in %.2f s", spec.id.incarnation, loaded)
             link.ready(loaded)
             prompts: dict[int, Prompt] = {}
+            recorder = Recorder()
             lanes = [
                 Lane(
                     index=index,
@@ -162,9 +189,10 @@ def _run(spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter) -
                         "model": agreement.model,
                         "model_hash": agreement.model_hash,
                     },
+                    recorder=recorder,
                 )
                 for index in range(agreement.lanes)
             ]
-            AttentionLoop(lanes, endpoint, link, lifeline, meter).run()
+            AttentionLoop(lanes, endpoint, link, lifeline, meter, recorder).run()
         finally:
             endpoint.close()

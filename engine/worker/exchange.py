@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.comm.layout import tiles
 from engine.comm.primitives import Arrival, AttentionEndpoint
 from engine.comm.routing import RankDispatch, plan_dispatch
+from engine.worker.recorder import Recorder
 
 
 class Routed(Protocol):
@@ -52,8 +53,10 @@ class Exchange:
         routed: Routed,
         bounds: Sequence[range],
         window_tokens: int,
+        recorder: Recorder | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._recorder = recorder or Recorder()
         self._lane, self._batch, self._layer = lane, batch, layer
         self._x = routed.x
         self._tiles: list[_Tile] = []
@@ -86,16 +89,16 @@ class Exchange:
         """Dispatches the next tile of every expert rank whose region is free."""
         for rank, unsent in self._unsent.items():
             if unsent and self._endpoint.is_free(rank, self._lane):
-                tile = self._tiles[unsent[0]]
-                if self._endpoint.dispatch_send(
-                    rank,
-                    self._lane,
-                    self._batch,
-                    self._layer,
-                    unsent[0],
-                    self._x[tile.span],
-                    tile.parts[rank],
-                ):
+                number = unsent[0]
+                tile = self._tiles[number]
+                part = tile.parts[rank]
+                work = self._lane, self._batch, self._layer, number
+                span = self._recorder.span(
+                    "dispatch", self._batch, self._lane, self._layer, number, rank, part.n
+                )
+                with span:
+                    sent = self._endpoint.dispatch_send(rank, *work, self._x[tile.span], part)
+                if sent:
                     unsent.popleft()
 
     def take(self, arrival: Arrival, into: Tensor) -> None:

@@ -5,6 +5,7 @@ another; one may be layers ahead.
 """
 
 import logging
+import math
 import os
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import zmq
 
 from engine.comm.primitives import ExpertEndpoint, WorkItem
 from engine.comm.shm import ShmExpertEndpoint
-from engine.control.messages import HotExpert, Progress, Stop
+from engine.control.messages import HotExpert, Progress, Record, Stop
 from engine.model.config import load_config
 from engine.model.experts import ExpertModel
 from engine.model.loading import load_experts
@@ -22,6 +23,7 @@ from engine.schedule.order import RoundRobin
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
 from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank, take_peers
+from engine.worker.recorder import Recorder
 from engine.worker.spec import RankSpec
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class ExpertLoop:
         self._link = link
         self._lifeline = lifeline
         self._meter = meter
+        self._recorder = Recorder()
         self._memory = Memory()
         self._order: RoundRobin[WorkItem] = RoundRobin()
         self._served = torch.zeros(len(experts), dtype=torch.int64)  # tokens of each local expert
@@ -53,7 +56,14 @@ class ExpertLoop:
     def run(self, load_seconds: float) -> None:
         """Until the controller says stop."""
         self._load_seconds = load_seconds
-        while not any(isinstance(message, Stop) for message in self._link.receive()):
+        while True:
+            for message in self._link.receive():
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, Record):
+                    self._recorder.start(message.seconds)
+            if self._recorder.over:
+                self._link.send_spans(self._recorder)
             for peer in self._lifeline.receive():
                 self._endpoint.reconnect(peer)
                 log.info("%s is in life %d", peer.id, peer.id.incarnation)
@@ -63,7 +73,8 @@ class ExpertLoop:
             item = self._order.pop()
             if item is None:
                 with self._meter.waiting(with_work=False):
-                    self._link.wait(self._idle, with_work=False)
+                    until = self._recorder.ends if self._recorder.on else math.inf
+                    self._link.wait(self._idle, with_work=False, until=until)
             elif self._endpoint.is_current(item):
                 self._serve(item)
 
@@ -78,7 +89,10 @@ class ExpertLoop:
         flops = self._model.flops(item.p)
         self._meter.predict(flops)
         self._link.report_if_due(self._computing)
-        with self._meter.computing(item.batch, item.n, flops):
+        span = self._recorder.span(
+            "serve", item.batch, item.lane, item.layer, item.tile, item.group, item.n
+        )
+        with self._meter.computing(item.batch, item.n, flops), span:
             work = self._endpoint.open(item)
             self._model.serve(
                 item.layer, work.hidden, work.counts, work.row_index, work.weights, work.out

@@ -7,6 +7,7 @@ attention rank has several lanes and advances whichever is ready.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from engine.model.spans import Span
 from engine.schedule.types import Batch
 from engine.worker.exchange import Exchange
 from engine.worker.prompt import Prompt
+from engine.worker.recorder import Recorder
 
 
 class Lane:
@@ -36,6 +38,7 @@ class Lane:
         window_tokens: int,
         prompts: dict[int, Prompt],
         kv_metadata: Mapping[str, str],
+        recorder: Recorder | None = None,
     ) -> None:
         self.index = index
         self.batch: Batch | None = None
@@ -46,6 +49,7 @@ class Lane:
         self._window_tokens = window_tokens
         self._unfinished = prompts
         self._kv_metadata = kv_metadata
+        self._recorder = recorder or Recorder()
         self._exchange: Exchange | None = None
 
     @property
@@ -92,15 +96,18 @@ class Lane:
             self._hidden = self._hidden + self._routed_sum
             self._layer += 1
         while self._layer < self._model.config.layers:
-            self._hidden = self._model.attend(
-                self._layer, self._hidden, self._rope, self._spans, self._kvs
-            )
+            with self._span("attend"):
+                self._hidden = self._model.attend(
+                    self._layer, self._hidden, self._rope, self._spans, self._kvs
+                )
             if self._model.config.is_moe(self._layer):
                 self._dispatch(self.batch.id)
                 return None
-            self._hidden = self._model.dense(self._layer, self._hidden)
+            with self._span("dense"):
+                self._hidden = self._model.dense(self._layer, self._hidden)
             self._layer += 1
-        results = self._finish()
+        with self._span("finish"):
+            results = self._finish()
         self.batch = None
         return results
 
@@ -121,19 +128,26 @@ class Lane:
         return Prompt(request, self._model)
 
     def _dispatch(self, batch: int) -> None:
-        routed = self._model.route(self._layer, self._hidden)
-        self._exchange = Exchange(
-            self._endpoint,
-            lane=self.index,
-            batch=batch,
-            layer=self._layer,
-            routed=routed,
-            bounds=self._bounds,
-            window_tokens=self._window_tokens,
-        )
+        with self._span("route"):
+            routed = self._model.route(self._layer, self._hidden)
+            self._exchange = Exchange(
+                self._endpoint,
+                lane=self.index,
+                batch=batch,
+                layer=self._layer,
+                routed=routed,
+                bounds=self._bounds,
+                window_tokens=self._window_tokens,
+                recorder=self._recorder,
+            )
         self._exchange.send()
-        shared = self._model.shared(self._layer, routed.x)  # while the experts compute
+        with self._span("shared"):  # while the experts compute
+            shared = self._model.shared(self._layer, routed.x)
         self._routed_sum: Tensor = torch.zeros_like(self._hidden) if shared is None else shared
+
+    def _span(self, what: str) -> AbstractContextManager[None]:
+        batch = -1 if self.batch is None else self.batch.id
+        return self._recorder.span(what, batch, self.index, self._layer, tokens=len(self._hidden))
 
     def _finish(self) -> list[PrefillResult]:
         results = []

@@ -20,8 +20,10 @@ from engine.control.messages import (
     Hello,
     Message,
     Progress,
+    RankSpans,
     Ready,
     Refused,
+    Spans,
     Welcome,
     decode,
     encode,
@@ -32,6 +34,7 @@ from engine.model.checkpoint import model_hash
 from engine.worker.black_box import BlackBox
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
+from engine.worker.recorder import Recorder
 from engine.worker.spec import RankSpec
 
 _REPORT_EVERY_S = 0.2
@@ -71,6 +74,7 @@ class ControlLink:
 
     def ready(self, load_seconds: float) -> None:
         self.send(Ready(load_seconds))
+        self._stale = True  # the first report tells of its memory, before there is any work
 
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
@@ -96,22 +100,34 @@ class ControlLink:
         self._report_at = time.monotonic() + _REPORT_EVERY_S
         self._stale = False
 
+    def send_spans(self, recorder: Recorder) -> None:
+        """Ends a recording."""
+        self.send(Spans(RankSpans(self._spec.id, os.getpid(), *recorder.take())))
+
     def report_if_due(self, progress: Callable[[], Progress]) -> None:
         """To be called with every step."""
         self._stale = True
         if time.monotonic() >= self._report_at:
             self.report(progress)
 
-    def wait(self, progress: Callable[[], Progress], with_work: bool) -> None:
-        """Blocks until something comes. Reports what has not been reported before that, and keeps
-        reporting while there is work that others hold up.
+    def wait(
+        self, progress: Callable[[], Progress], with_work: bool, until: float = math.inf
+    ) -> None:
+        """Blocks until something comes, or until the (monotonic) time `until`.
+
+        Reports what has not been reported before that, and keeps reporting while there is work
+        that others hold up.
         """
         if self._stale:
             left = max(0.0, self._report_at - time.monotonic())
             if self._poller.poll(math.ceil(left * 1000)):
                 return
             self.report(progress)
-        while not self._poller.poll(math.ceil(_HEARTBEAT_S * 1000) if with_work else None):
+        while True:
+            left = min(_HEARTBEAT_S if with_work else math.inf, until - time.monotonic())
+            timeout = None if math.isinf(left) else math.ceil(max(0.0, left) * 1000)
+            if self._poller.poll(timeout) or time.monotonic() >= until:
+                return
             self.report(progress)
 
 

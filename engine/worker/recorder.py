@@ -1,34 +1,14 @@
 """What a rank does and when, for a trace: spans, kept only while somebody wants them."""
 
 import time
-from types import TracebackType
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 
 from engine.control.messages import Span
 
 MAX_SPANS = 100_000  # some 10 MB; what is more is counted
 
 
-class _Context(Protocol):
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()
 
 
 class Recorder:
@@ -65,7 +45,7 @@ class Recorder:
         tile: int = -1,
         peer: int = -1,
         tokens: int = 0,
-    ) -> _Context:
+    ) -> AbstractContextManager[None]:
         """For a `with` statement around what is to be recorded; see `Span` for the meanings."""
         if not self.on:
             return _NOTHING
@@ -79,7 +59,7 @@ class Recorder:
             self._dropped += 1
 
 
-class _Open:
+class _Open(AbstractContextManager[None]):
     __slots__ = ("_of_what", "_recorder", "_start", "_what")
 
     def __init__(self, recorder: Recorder, what: str, of_what: tuple[int, ...]) -> None:

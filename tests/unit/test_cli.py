@@ -30,7 +30,8 @@ def test_version(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["prefill"], ["launch"], ["ps"], ["status"], ["logs"], ["stop"], ["check"]]
+    "command",
+    [[], ["prefill"], ["launch"], ["ps"], ["status"], ["trace"], ["logs"], ["stop"], ["check"]],
 )
 def test_every_help_fits_a_screen_and_has_an_example(invoke: Invoke, command: list[str]) -> None:
     for flag in ("--help", "-h"):

@@ -117,10 +117,11 @@ def test_arrows_with_one_end_are_left_out() -> None:
     assert check(to_perfetto(TraceReport(0.0, 1.0, [])))["X"] == []
 
 
-def test_time_before_the_first_report_is_not_negative() -> None:
-    early = RankSpans(RankId("expert", 0), 2, [Span("serve", 9.0, 9.5, 1, 0, 0, 0, 0)])
+def test_time_is_never_negative_and_what_nobody_asked_for_is_left_out() -> None:
+    spans = [Span("serve", start, start + 1.0, 1, 0, 0, 0, 0) for start in (8.0, 9.5, 13.0)]
+    early = RankSpans(RankId("expert", 0), 2, spans)
     phases = check(to_perfetto(TraceReport(10.0, 12.0, [early])))
-    assert phases["X"][0]["ts"] == 0
+    assert [(event["ts"], event["dur"]) for event in phases["X"]] == [(0, 1e6)]
 
 
 @given(
