@@ -5,15 +5,18 @@ weights come through safetensors slices, so that a rank reads its own rows and n
 """
 
 import hashlib
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.echo import plain, shown
 from engine.errors import UsageError
+from engine.files import MOST_JSON_BYTES, is_file, parse_json, read_file
 from engine.model.architecture import ModelConfig
+from engine.model.extent import extent_problems
+from engine.model.safetensors_header import Stored, read_header
 from engine.model.weights import claims, is_ignored
 
 _INDEX = "model.safetensors.index.json"
@@ -27,14 +30,6 @@ _HASHED = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-
-
-class Stored(NamedTuple):
-    """Where a tensor lies and what its header says of it."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Checkpoint:
@@ -53,12 +48,14 @@ class Checkpoint:
         if not index:
             self.files = [_single_file(model_dir)]
         for file in self.files:
-            for name, stored in _read_header(file).items():
+            for name, stored in read_header(file).items():
                 if index.get(name, file.name) == file.name:
                     self.tensors[name] = stored
         for name, shard in index.items():
             if name not in self.tensors:
-                raise UsageError(f"{model_dir / shard}: tensor {name} is in the index, not here")
+                raise UsageError(
+                    f"{model_dir / shard}: tensor {plain(name)} is in the index, not here"
+                )
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +91,12 @@ def audit(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     Missing tensors, wrong shapes, dtypes that cannot be read, and tensors that no role reads or
     that two do. Empty when all is well.
     """
-    problems: list[str] = []
+    problems = [
+        f"{checkpoint.model_dir / 'config.json'}: {problem}"
+        for problem in extent_problems(checkpoint.tensors, config)
+    ]
+    if problems:  # to name each tensor that is missing could take forever
+        return problems
     owner: dict[str, str] = {}
     for role, tensors in claims(checkpoint.tensors, config).items():
         for name, shape in tensors.items():
@@ -106,13 +108,13 @@ def audit(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
                 problems.append(f"{checkpoint.model_dir}: tensor {name} is missing")
             elif stored.shape != shape:
                 problems.append(
-                    f"{stored.file}: tensor {name} has shape {list(stored.shape)}, "
+                    f"{stored.file}: tensor {name} has shape {shown(list(stored.shape))}, "
                     f"the config asks for {list(shape)}"
                 )
             elif stored.dtype not in _READABLE:
                 problems.append(_unreadable(name, stored))
     problems += [
-        f"{stored.file}: tensor {name} is no part of a {config.architecture} model"
+        f"{stored.file}: tensor {plain(name)} is no part of a {config.architecture} model"
         for name, stored in checkpoint.tensors.items()
         if name not in owner and not is_ignored(name, config)
     ]
@@ -127,8 +129,11 @@ def model_hash(model_dir: Path) -> str:
     digest = hashlib.sha256()
     for name in _HASHED:
         path = model_dir / name
-        if path.is_file():
-            digest.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
+        try:
+            if is_file(path):
+                digest.update(name.encode() + _content_hash(path))
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     for file in Checkpoint(model_dir).files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
@@ -141,15 +146,27 @@ def model_hash(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
+def _content_hash(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as data:
+        while block := data.read(1 << 20):
+            digest.update(block)
+    return digest.digest()
+
+
 def _read_index(model_dir: Path) -> dict[str, str]:
     """Tensor name to shard file; empty when the checkpoint has no index."""
     path = model_dir / _INDEX
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(read_file(path, MOST_JSON_BYTES))["weight_map"]
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read as a safetensors index: {error!r}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}") from None
+    except (KeyError, TypeError):
+        raise UsageError(f"{path} is no safetensors index: it has no weight_map") from None
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) for shard in weight_map.values()
     ):
@@ -159,38 +176,15 @@ def _read_index(model_dir: Path) -> dict[str, str]:
 
 def _single_file(model_dir: Path) -> Path:
     path = model_dir / _SINGLE
-    if path.is_file():
+    if is_file(path):
         return path
     if any(model_dir.glob("*.bin")):
         raise UsageError(f"{model_dir} holds no safetensors weights, only .bin; convert them first")
     raise UsageError(f"{model_dir} holds no weights: neither {_SINGLE} nor {_INDEX} is there")
 
 
-def _read_header(file: Path) -> dict[str, Stored]:
-    """Parses a safetensors header: its length (8 bytes, little endian), JSON, then the data."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as data:
-            length = int.from_bytes(data.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise UsageError(f"{file} is truncated: {size} bytes do not hold its header")
-            entries = json.loads(data.read(length))
-        entries.pop("__metadata__", None)
-        end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
-        stored = {n: Stored(file, e["dtype"], tuple(e["shape"])) for n, e in entries.items()}
-    except FileNotFoundError:
-        raise UsageError(f"shard {file} is missing") from None
-    except OSError as error:
-        raise UsageError(f"shard {file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise UsageError(f"{file} is not a safetensors file") from None
-    if end > size:
-        raise UsageError(f"shard {file} is truncated: {size} bytes of {end}")
-    return stored
-
-
 def _unreadable(name: str, stored: Stored) -> str:
     return (
-        f"{stored.file}: tensor {name} is stored as {stored.dtype}; quantised weights are not "
-        "supported, use a float32, float16 or bfloat16 checkpoint"
+        f"{stored.file}: tensor {name} is stored as {plain(stored.dtype)}; quantised weights are "
+        "not supported, use a float32, float16 or bfloat16 checkpoint"
     )

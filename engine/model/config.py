@@ -1,10 +1,11 @@
 """From a model directory in Hugging Face layout to a ModelConfig. No torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from engine.echo import shown
 from engine.errors import UsageError
+from engine.files import MOST_JSON_BYTES, is_file, parse_json, read_file
 from engine.model.architecture import ModelConfig
 from engine.model.families import READERS
 from engine.model.fields import Fields
@@ -24,11 +25,11 @@ def load_config(model_dir: Path) -> ModelConfig:
     reader = READERS.get(model_type) if isinstance(model_type, str) else None
     if reader is None:
         raise UsageError(
-            f"{path}: model_type {model_type!r} is not supported "
+            f"{path}: model_type {shown(model_type)} is not supported "
             f"(known architectures: {', '.join(READERS)})"
         )
     generation = model_dir / "generation_config.json"
-    if generation.is_file():
+    if is_file(generation):
         end = _read_object(generation, model_dir).get("eos_token_id")
         if end is not None:
             fields.raw["eos_token_id"] = end
@@ -38,13 +39,15 @@ def load_config(model_dir: Path) -> ModelConfig:
 
 
 def _read_object(path: Path, model_dir: Path) -> dict[str, Any]:
-    if not model_dir.exists():
-        raise UsageError(f"model directory {model_dir} does not exist")
-    if not model_dir.is_dir():
-        raise UsageError(f"model {model_dir} is a file; give the directory of the checkpoint")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_file(path, MOST_JSON_BYTES))
+    except NotADirectoryError:
+        raise UsageError(
+            f"model {model_dir} is a file; give the directory of the checkpoint"
+        ) from None
     except FileNotFoundError:
+        if not model_dir.exists():
+            raise UsageError(f"model directory {model_dir} does not exist") from None
         raise UsageError(
             f"{path} is missing: {model_dir} is not a checkpoint in Hugging Face layout"
         ) from None

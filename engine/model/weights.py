@@ -4,7 +4,9 @@ Parameters of the attention side carry the checkpoint's names but for the MoE mo
 families spell differently. Experts come one by one or fused into one tensor a layer.
 """
 
+import functools
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -13,6 +15,7 @@ import torch
 from engine.model.architecture import ModelConfig
 from engine.model.attention import AttentionModel
 from engine.model.experts import Shape3, stacked_shapes
+from engine.model.extent import layer_of
 
 
 class Shaped(Protocol):
@@ -57,11 +60,12 @@ def resolve_tie(stored: Collection[str], config: ModelConfig) -> ModelConfig:
     return config
 
 
-def attention_parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+@functools.lru_cache(maxsize=2)  # a plan asks for it again and again
+def attention_parameters(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Every parameter and buffer of AttentionModel with its shape. Allocates nothing."""
     with torch.device("meta"):
         state = AttentionModel(config).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+    return MappingProxyType({name: tuple(tensor.shape) for name, tensor in state.items()})
 
 
 def is_router(parameter: str) -> bool:
@@ -111,8 +115,9 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     """
     if name.endswith("rotary_emb.inv_freq"):
         return True
+    layer = layer_of(name)
     extra = range(config.layers, config.layers + config.extra_layers)
-    return any(name.startswith(f"model.layers.{layer}.") for layer in extra)
+    return layer is not None and layer in extra
 
 
 def _expert_claims(

@@ -1,12 +1,15 @@
 """Checkpoint files: sharded, fused, half precision, and broken in every way."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -272,3 +275,110 @@ def test_model_hash(tmp_path: Path) -> None:
     assert model_hash(same) == original
     changed = variant(same, "qwen3_moe", lambda ts: {n: t * 1.01 for n, t in ts.items()})
     assert model_hash(changed) != original
+
+
+def write_header(file: Path, entries: object, data: bytes = b"") -> None:
+    header = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def entry(begin: object, end: object, shape: object = None, dtype: object = "F32") -> Any:
+    return {"dtype": dtype, "shape": [2] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+GOOD = entry(0, 8)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"a": GOOD, "b": entry(8, 15)}, "tensor b has 7 bytes, but .2. of F32 takes 8"),
+        ({"a": GOOD, "b": entry(8, 16, [3])}, "tensor b has 8 bytes, but .3. of F32 takes 12"),
+        ({"a": GOOD, "b": entry(8, 16, [2], "BF16")}, "tensor b has 8 bytes"),
+        ({"a": GOOD, "b": entry(16, 8)}, r"tensor b has the impossible data_offsets \[16, 8\]"),
+        ({"a": GOOD, "b": entry(-8, 0)}, r"tensor b has the impossible data_offsets \[-8, 0\]"),
+        ({"a": GOOD, "b": entry(8.0, 16)}, "tensor b has the impossible data_offsets"),
+        ({"a": GOOD, "b": entry(8, 16, [-2])}, "tensor b has the impossible"),
+        ({"a": GOOD, "b": entry(8, 16, "2")}, "tensor b has the impossible"),
+        ({"a": GOOD, "b": entry(8, 16, [2], 7)}, "tensor b has the impossible"),
+        ({"a": GOOD, "b": entry(8, 8, [0, 2**70])}, "tensor b has the impossible"),
+        ({"a": GOOD, "b": {"dtype": "F32"}}, "tensor b has no dtype, shape and data_offsets"),
+        ({"a": GOOD, "b": [1]}, "tensor b has no dtype, shape and data_offsets"),
+        ({"a": GOOD, "b": entry(0, 8)}, "tensor b overlaps tensor a"),
+        ({"a": GOOD, "b": entry(4, 12)}, "tensor b overlaps tensor a"),
+        ({"a": entry(8, 16)}, "tensor a leaves a gap after the header"),
+        ({"a": GOOD}, "8 bytes after its last tensor"),
+        ({"a": GOOD, "x\n" * 999: [1]}, "tensor x.{1,100} has no dtype"),
+        ({"a": GOOD, "b": entry(8, 16), "__metadata__": {"x": 1}}, "__metadata__"),
+        ([GOOD], "not a safetensors file"),
+        (b'{"a":' * 100_000, "nested too deep"),
+        (json.dumps({"a": GOOD, "b": entry(8, 16)}).encode("utf-16-le"), "not a safetensors file"),
+    ],
+)
+def test_headers_that_cannot_be_loaded_are_refused(
+    tmp_path: Path, entries: object, message: str
+) -> None:
+    """What passes here, safetensors opens."""
+    file = tmp_path / "model.safetensors"
+    write_header(file, {"a": GOOD, "b": entry(8, 16)}, bytes(16))
+    assert Checkpoint(tmp_path).read("b").tolist() == [0, 0]
+    write_header(file, entries, bytes(16))
+    with pytest.raises(SafetensorError):
+        safe_open(file, framework="pt")
+    with pytest.raises(UsageError, match=f"{file}.*{message}") as caught:
+        Checkpoint(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_shards_that_are_no_file_or_have_no_sane_header(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for name, message in (("x" * 300, "too long"), ("a\0b", "a"), (".", "not a regular file")):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(UsageError, match=message):
+            Checkpoint(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    index.write_text(json.dumps({"weight_map": {"a": "pipe"}}))
+    with pytest.raises(UsageError, match="pipe is not a regular file"):
+        Checkpoint(tmp_path)
+    index.write_text('{"weight_map":' * 100_000)
+    with pytest.raises(UsageError, match="nested too deep"):
+        Checkpoint(tmp_path)
+    index.unlink()
+    with (tmp_path / "model.safetensors").open("wb") as data:
+        data.write((1 << 39).to_bytes(8, "little"))
+        data.truncate(1 << 40)
+    with pytest.raises(UsageError, match="not a safetensors file"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 1000}, "has 1000 layers, but the weights hold"),
+        ({"num_experts": 16_000}, "have 16000 experts, but the weights hold 8 of layer 0"),
+    ],
+)
+def test_more_layers_or_experts_than_there_are_is_one_problem(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    broken = variant(tmp_path, "qwen3_moe", lambda tensors: tensors, **changes)
+    [problem] = audit(Checkpoint(broken), load_config(broken))
+    assert str(broken / "config.json") in problem and message in problem
+
+
+def test_a_layer_without_its_experts_is_one_problem(tmp_path: Path) -> None:
+    def strip(tensors: Tensors) -> Tensors:
+        fused = fuse(tensors)
+        return {name: fused[name] for name in fused if ".2.mlp.experts" not in name}
+
+    broken = variant(tmp_path, "qwen3_moe", strip)
+    [problem] = audit(Checkpoint(broken), load_config(broken))
+    assert "hold 0 of layer 2" in problem
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    model = variant(tmp_path, "qwen3_moe", lambda tensors: tensors)
+    (model / "tokenizer.json").touch(0)
+    with pytest.raises(UsageError, match=r"tokenizer\.json cannot be read"):
+        model_hash(model)

@@ -1,6 +1,7 @@
 """Reading config.json: families, rope shapes, defaults, and everything that is refused."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from transformers import AutoConfig
 from engine.errors import UsageError
 from engine.model.architecture import Latent
 from engine.model.config import ModelConfig, load_config
+from engine.model.fields import MOST_COUNT, MOST_WIDTH
+from engine.model.sizes import weight_bytes
 
 QWEN = {
     "model_type": "qwen3_moe",
@@ -217,3 +220,95 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
 def test_reading_a_config_needs_no_torch() -> None:
     code = "import sys, engine.model.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def too_deep(levels: int = 100_000) -> str:
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_files_that_are_nested_too_deep_or_too_large(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    file = tmp_path / name
+    file.write_text(too_deep())
+    with pytest.raises(UsageError, match=rf"{name} is not valid JSON: nested too deep"):
+        load_config(tmp_path)
+    with file.open("wb") as data:
+        data.truncate(1 << 40)
+    with pytest.raises(UsageError, match=rf"{name} cannot be read: larger than"):
+        load_config(tmp_path)
+
+
+def test_what_cannot_be_reached_or_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name too long"):
+        load_config(tmp_path / ("x" * 300))
+    os.mkfifo(tmp_path / "config.json")  # to read it would wait for ever
+    with pytest.raises(UsageError, match="not a regular file"):
+        load_config(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may look everywhere")
+def test_a_folder_that_nobody_may_enter(tmp_path: Path) -> None:
+    inner = tmp_path / "closed" / "model"
+    inner.mkdir(parents=True)
+    (tmp_path / "closed").chmod(0)
+    try:
+        with pytest.raises(UsageError, match="Permission denied"):
+            load_config(inner)
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+
+
+@pytest.mark.parametrize("value", [10**31, 10**400, float("inf"), float("nan"), 1e300])
+@pytest.mark.parametrize("raw", [QWEN | {"mlp_only_layers": [0]}, MIXTRAL, DEEPSEEK])
+def test_numbers_beyond_any_model_are_refused(
+    tmp_path: Path, raw: dict[str, Any], value: float
+) -> None:
+    for key, good in {**raw, "eos_token_id": 1, "rope_theta": 1.0}.items():
+        if isinstance(good, int | float):
+            with pytest.raises(UsageError, match=key) as caught:
+                read(tmp_path, raw, **{key: value})
+            assert len(str(caught.value)) < len(str(tmp_path)) + 250
+
+
+@pytest.mark.parametrize("raw", [QWEN, MIXTRAL, DEEPSEEK])
+def test_the_largest_numbers_that_are_accepted_can_be_planned(
+    tmp_path: Path, raw: dict[str, Any]
+) -> None:
+    """No tensor is so large that torch cannot count its bytes."""
+    widths = dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), MOST_WIDTH
+    )
+    ranks = dict.fromkeys(("kv_lora_rank", "q_lora_rank"), MOST_WIDTH)
+    counts = dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "head_dim", "qk_nope_head_dim",
+         "qk_rope_head_dim", "v_head_dim", "num_experts", "num_local_experts", "n_routed_experts",
+         "n_shared_experts"), MOST_COUNT,
+    )  # fmt: skip
+    config = read(tmp_path, raw, **widths, **ranks, **counts)
+    assert weight_bytes(config, "attention", 0, 4) > 2**50
+    assert weight_bytes(config, "expert", config.experts, 4) > 2**50
+
+
+def test_a_stand_in_causes_no_further_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, QWEN, num_attention_heads=0, num_key_value_heads=3, head_dim="x")
+    assert len(str(caught.value).splitlines()) == 2
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, DEEPSEEK, n_routed_experts=None, qk_rope_head_dim=None)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_what_is_echoed_is_cut(tmp_path: Path) -> None:
+    for changes in (
+        {"model_type": "x" * 10**6},
+        {"hidden_act": "x\n" * 10**6},
+        {"vocab_size": ["x"] * 10**6},
+        {"quantization_config": {"quant_method": "x\n" * 10**6}},
+        {"rope_scaling": ["x"] * 10**6},
+        {"eos_token_id": ["x"] * 10**6},
+    ):
+        with pytest.raises(UsageError) as caught:
+            read(tmp_path, QWEN, **changes)
+        assert len(str(caught.value)) < len(str(tmp_path)) + 300
+        assert len(str(caught.value).splitlines()) == 1

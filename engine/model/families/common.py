@@ -3,18 +3,19 @@
 import math
 from typing import cast
 
+from engine.echo import plain
 from engine.model.architecture import GroupedQuery, Rope, RopeKind
-from engine.model.fields import Fields
+from engine.model.fields import MOST_COUNT, Fields
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def grouped_query(fields: Fields, *, bias: bool, qk_norm: bool) -> GroupedQuery:
-    heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer_or_null("num_key_value_heads") or heads
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.integer_or_null("num_key_value_heads", MOST_COUNT) or heads
     if heads % kv_heads:
-        fields.problem(f"{heads} attention heads cannot share {kv_heads} key-value heads")
-    head_dim = fields.integer("head_dim", max(1, fields.integer("hidden_size") // heads))
+        fields.conflict(f"{heads} attention heads cannot share {kv_heads} key-value heads")
+    head_dim = fields.count("head_dim", max(1, fields.integer("hidden_size") // heads))
     return GroupedQuery(heads, kv_heads, head_dim, bias, qk_norm, scale=head_dim**-0.5)
 
 
@@ -23,7 +24,7 @@ def rope(fields: Fields, dim: int, default_theta: float, *, interleaved: bool = 
     `rope_theta` beside `rope_scaling`. `type` is the old spelling of `rope_type`.
     """
     if dim % 2:
-        fields.problem(f"a rotary dimension of {dim} is odd")
+        fields.conflict(f"a rotary dimension of {dim} is odd")
     section = fields.section("rope_scaling", "rope_parameters")
     if any(isinstance(value, dict) for value in section.raw.values()):
         fields.problem("rotary parameters that differ between layers are not supported")
@@ -37,10 +38,10 @@ def rope(fields: Fields, dim: int, default_theta: float, *, interleaved: bool = 
     if kind == "default":
         return Rope(dim, theta, interleaved=interleaved)
 
-    positions = fields.integer("max_position_embeddings")
-    original = fields.integer(
+    positions = fields.tokens("max_position_embeddings")
+    original = fields.tokens(
         "original_max_position_embeddings",
-        section.integer("original_max_position_embeddings", positions),
+        section.tokens("original_max_position_embeddings", positions),
     )
     if kind == "yarn" and not section.has("factor"):
         factor = positions / original
@@ -87,7 +88,8 @@ def check_common(fields: Fields) -> None:
     """Notes what no family here can honour."""
     fields.choice("hidden_act", ("silu", "swish"), "silu")
     if fields.has("quantization_config"):
-        method = fields.section("quantization_config").raw.get("quant_method", "unknown method")
+        given = fields.section("quantization_config").raw.get("quant_method", "unknown method")
+        method = plain(str(given))
         fields.problem(
             f"quantised weights ({method}) are not supported; use a float32, float16 or bfloat16 "
             "checkpoint"
@@ -105,4 +107,4 @@ def eos_token_ids(fields: Fields, default: tuple[int, ...] = ()) -> tuple[int, .
 
 def check_top_k(fields: Fields, top_k: int, experts: int) -> None:
     if top_k > experts:
-        fields.problem(f"num_experts_per_tok {top_k} is more than the {experts} experts")
+        fields.conflict(f"num_experts_per_tok {top_k} is more than the {experts} experts")

@@ -10,9 +10,9 @@ def read(fields: Fields) -> ModelConfig:
     attention = common.grouped_query(
         fields, bias=fields.flag("attention_bias", False), qk_norm=True
     )
-    layers = fields.integer("num_hidden_layers")
-    experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
-    top_k = fields.integer("num_experts_per_tok", 8)
+    layers = fields.layers()
+    experts = fields.count("num_experts", fields.count("num_local_experts", 128))
+    top_k = fields.count("num_experts_per_tok", 8)
     common.check_top_k(fields, top_k, experts)
     moe_layers = _moe_layers(fields, layers)
     return ModelConfig(
@@ -31,15 +31,15 @@ def read(fields: Fields) -> ModelConfig:
         router=Router("softmax", top_k, normalize=fields.flag("norm_topk_prob", False)),
         norm_eps=common.norm_eps(fields, 1e-6),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        max_position_embeddings=fields.tokens("max_position_embeddings"),
         torch_dtype=common.torch_dtype(fields),
         eos_token_ids=common.eos_token_ids(fields),
     )
 
 
 def _moe_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    dense = fields.integers("mlp_only_layers")
-    step = fields.integer("decoder_sparse_step", 1)
+    dense = frozenset(fields.integers("mlp_only_layers"))
+    step = fields.count("decoder_sparse_step", 1)
     return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
 
 
@@ -51,4 +51,4 @@ def _window(fields: Fields) -> int | None:
         return None
     if "sliding_window" in fields.raw and not fields.has("sliding_window"):
         return None
-    return fields.integer("sliding_window", 4096)
+    return fields.tokens("sliding_window", 4096)
