@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from engine.control.messages import Message, Snapshot, Watch
-from helpers.controllers import fake_instance
+from helpers.fake_instances import fake_instance
 from helpers.instances import wait_for
 from helpers.program import ASAPCTL, environment, run
 from helpers.snapshots import expert_rank, snapshot

@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,41 +13,7 @@ from engine.control.perfetto import to_perfetto
 from engine.topology.ranks import RankId
 from engine.worker import recorder as module
 from engine.worker.recorder import Recorder
-
-
-def check(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """What every trace file must hold to; its events by phase."""
-    trace = msgspec.json.decode(msgspec.json.encode(trace))
-    phases: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in trace["traceEvents"]:
-        phases[event["ph"]].append(event)
-        assert event["ph"] == "M" or event["ts"] >= 0
-    tracks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-    for event in phases["X"]:
-        assert event["dur"] >= 0
-        tracks[event["pid"], event["tid"]].append(event)
-    for events in tracks.values():  # nest, or do not overlap
-        open_ends: list[float] = []
-        for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-            while open_ends and open_ends[-1] <= event["ts"]:
-                open_ends.pop()
-            end = round(event["ts"] + event["dur"], 3)
-            assert not open_ends or end <= open_ends[-1]
-            open_ends.append(end)
-    named = {e["pid"] for e in phases["M"] if e["name"] == "process_name"}
-    assert {pid for pid, _ in tracks} <= named
-    assert len(named) == sum(e["name"] == "process_name" for e in phases["M"])
-    starts = {e["id"]: e for e in phases["s"]}
-    ends = {e["id"]: e for e in phases["f"]}
-    assert starts.keys() == ends.keys()
-    assert len(starts) == len(phases["s"])
-    assert len(ends) == len(phases["f"])
-    assert {e["id"] for e in phases["t"]} <= starts.keys()
-    for arrow in [*phases["s"], *phases["t"], *phases["f"]]:
-        slices = tracks[arrow["pid"], arrow["tid"]]
-        assert any(e["ts"] <= arrow["ts"] <= round(e["ts"] + e["dur"], 3) for e in slices)
-        assert starts[arrow["id"]]["ts"] <= arrow["ts"] <= ends[arrow["id"]]["ts"]
-    return phases
+from helpers.traces import check_trace
 
 
 def test_a_dispatch_is_followed_to_its_combine() -> None:
@@ -69,7 +34,7 @@ def test_a_dispatch_is_followed_to_its_combine() -> None:
         dropped=3,
     )
     trace = to_perfetto(TraceReport(99.9, 101.9, [expert, attention]))
-    phases = check(trace)
+    phases = check_trace(trace)
     assert trace["otherData"] == {"seconds": pytest.approx(2.0), "dropped_spans": 3}
     assert [e["name"] for e in phases["X"]] == [
         "attend batch 7 layer 3",
@@ -100,7 +65,7 @@ def test_what_is_sent_again_is_another_arrow() -> None:
         RankSpans(RankId("attention", 0), 1, sent),
         RankSpans(RankId("expert", 0), 2, [at("serve", 2.0, 0), at("serve", 3.5, 0)]),
     ]
-    phases = check(to_perfetto(TraceReport(0.0, 5.0, ranks)))
+    phases = check_trace(to_perfetto(TraceReport(0.0, 5.0, ranks)))
     found = [(e["id"], e["ts"]) for e in phases["s"] + phases["t"] + phases["f"]]
     assert sorted(found) == [(1, 1e6), (1, 2e6), (2, 3e6), (2, 3.5e6), (2, 4e6)]
 
@@ -112,15 +77,15 @@ def test_arrows_with_one_end_are_left_out() -> None:
         RankSpans(RankId("attention", 0), 1, alone),
         RankSpans(RankId("expert", 0), 2, served_before),
     ]
-    phases = check(to_perfetto(TraceReport(0.0, 5.0, ranks)))
+    phases = check_trace(to_perfetto(TraceReport(0.0, 5.0, ranks)))
     assert not phases["s"] + phases["t"] + phases["f"]
-    assert check(to_perfetto(TraceReport(0.0, 1.0, [])))["X"] == []
+    assert check_trace(to_perfetto(TraceReport(0.0, 1.0, [])))["X"] == []
 
 
 def test_time_is_never_negative_and_what_nobody_asked_for_is_left_out() -> None:
     spans = [Span("serve", start, start + 1.0, 1, 0, 0, 0, 0) for start in (8.0, 9.5, 13.0)]
     early = RankSpans(RankId("expert", 0), 2, spans)
-    phases = check(to_perfetto(TraceReport(10.0, 12.0, [early])))
+    phases = check_trace(to_perfetto(TraceReport(10.0, 12.0, [early])))
     assert [(event["ts"], event["dur"]) for event in phases["X"]] == [(0, 1e6)]
 
 
@@ -155,7 +120,7 @@ def test_any_trace_is_sound(
                 spans[id_].append(Span(what, clock, clock + took, 5, 0, layer, 0, peer, 8))
             clock += took + gap
     ranks = [RankSpans(id_, 1, mine) for id_, mine in spans.items()]
-    check(to_perfetto(TraceReport(1000.0, clock, ranks)))
+    check_trace(to_perfetto(TraceReport(1000.0, clock, ranks)))
 
 
 def test_recording() -> None:
