@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from asapctl.interrupts import uninterrupted
 from engine.control.messages import Snapshot
 from engine.errors import RunError
 from engine.offline.paths import STANDARD, named_output
@@ -34,7 +35,8 @@ class PrefillView:
 
     def __enter__(self) -> "PrefillView":
         if self._live is not None:
-            self._live.start()
+            with uninterrupted():
+                self._live.start()
         return self
 
     def __exit__(
@@ -44,10 +46,12 @@ class PrefillView:
         traceback: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            with uninterrupted():
+                self._live.stop()
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text))
+        with uninterrupted():
+            self._console.print(Text(text))
 
     def loading(self, snapshot: Snapshot) -> None:
         ready = sum(rank.ready for rank in snapshot.ranks)
@@ -64,7 +68,8 @@ class PrefillView:
         if self._live is None or now < self._next_draw:
             return
         self._next_draw = now + _REDRAW_S
-        self._live.update(_cropped(text, self._console.width), refresh=True)
+        with uninterrupted():
+            self._live.update(_cropped(text, self._console.width), refresh=True)
 
 
 def may_draw(source: str, output: str | None) -> bool:
