@@ -1,5 +1,13 @@
-"""`python -m asapctl`, where the program itself is not on the path."""
+"""The start of the program: `asapctl`, and `python -m asapctl` where it is not on the path."""
 
-from asapctl.cli import main
+from engine.launch.signals import handled_by, leave
 
-main()
+
+def main() -> None:
+    with handled_by(leave):  # nothing has begun that an exception would have to end in order
+        from asapctl.cli import run
+    run()
+
+
+if __name__ == "__main__":
+    main()

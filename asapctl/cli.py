@@ -81,7 +81,7 @@ def _terminated(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)  # unwinds, so that everything started is ended
 
 
-def main() -> None:
+def run() -> None:
     # Accelerator plug-ins of torch load with their rank alone: a broken one does no harm here.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     signal.signal(signal.SIGTERM, _terminated)
@@ -89,7 +89,3 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-
-
-if __name__ == "__main__":
-    main()

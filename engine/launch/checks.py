@@ -5,14 +5,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.errors import UsageError
 from engine.launch.machine import read_machine
 from engine.launch.model_dir import DEMO, find_model_dir
-from engine.launch.plan import Plan, make_plan
+from engine.launch.signals import import_torch
 from engine.model.config import load_config
 from engine.topology.load import TopologyError, load_topology
 from engine.topology.schema import Topology
+
+if TYPE_CHECKING:
+    from engine.launch.plan import Plan
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -43,7 +47,7 @@ def plan_of(
     *,
     keep_kv: bool | Callable[[Topology], bool] = False,
     on_note: Callable[[str], None] = lambda note: None,
-) -> Plan:
+) -> "Plan":
     """The plan for a topology (a file, or a packaged one's name) and a model (None: its own).
 
     Raises UsageError with every problem of both, one a line.
@@ -58,6 +62,9 @@ def plan_of(
             problems.append(str(more))
         raise UsageError("\n".join(problems)) from None
     _check_local(loaded, model)
+    import_torch()
+    from engine.launch.plan import make_plan
+
     model_dir = find_model_dir(loaded, model, on_note)
     return make_plan(loaded, model_dir, keep_kv(loaded) if callable(keep_kv) else keep_kv)
 
@@ -72,6 +79,9 @@ def _check_rest(topology: Topology | None, model: str | Path | None) -> None:
             load_config(Path(model).expanduser())
         return
     _check_local(topology, model)
+    import_torch()
+    from engine.launch.plan import make_plan
+
     machine = dataclasses.replace(read_machine(), memory_bytes=2**62)
     make_plan(topology, find_model_dir(topology, model), machine=machine)
 

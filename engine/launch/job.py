@@ -16,6 +16,7 @@ from engine.launch.listen import api_key, open_listener, url_of
 from engine.launch.model_dir import find_model_dir
 from engine.launch.registry import DEFAULT_NAME, check_free
 from engine.launch.runtime_folder import base_folder
+from engine.launch.signals import import_torch
 from engine.topology.load import DEFAULT_TOPOLOGY, load_topology
 
 _LOOK_S = 0.5
@@ -57,6 +58,7 @@ def run_launch(options: Options, watcher: Watcher) -> None:
     topology = load_topology(options.topology, options.overrides)
     with ExitStack() as stack:
         listener = stack.enter_context(open_listener(topology))
+        import_torch()
         model_dir = find_model_dir(topology, options.model, watcher.note)
 
         from engine.launch.instance import start_instance

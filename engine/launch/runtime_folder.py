@@ -36,8 +36,9 @@ def check_name(name: str) -> None:
 def base_folder() -> Path:
     """The user's folder for all instances, mode 0700. Raises PermissionError if it is not ours."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and len(runtime) <= _MAX_BASE and os.access(runtime, os.W_OK | os.X_OK):
-        base = Path(runtime).absolute() / "asapctl"
+    short = len(os.fsencode(runtime)) <= _MAX_BASE
+    if Path(runtime).is_absolute() and short and os.access(runtime, os.W_OK | os.X_OK):
+        base = Path(runtime) / "asapctl"
     else:
         base = Path(f"/tmp/asapctl-{os.getuid()}")
     base.mkdir(mode=0o700, exist_ok=True)

@@ -22,10 +22,12 @@ from engine.comm.packets import packet_pair
 from engine.errors import RunError
 from engine.launch import zygote
 from engine.launch.kept_logs import keep_logs
-from engine.launch.runtime_folder import remove_when_free
+from engine.launch.runtime_folder import living_folders, remove_when_free
+from engine.launch.signals import handled_by
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 15.0
+_MOST_IN_FLIGHT = 128  # file descriptors
 
 
 class Exit(NamedTuple):
@@ -51,6 +53,8 @@ class Supervisor:
         self._titles: dict[int, str] = {}
         self._spawning: list[str] = []
         self._failure: RunError | None = None
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._in_flight = 0
 
     def __enter__(self) -> "Supervisor":
         if threading.current_thread() is not threading.main_thread():
@@ -86,6 +90,7 @@ class Supervisor:
 
     def spawn(self, entry: str, title: str, payload: bytes, fds: Sequence[int] = ()) -> None:
         """Starts `title`, which runs `entry(payload, fds)`; its output goes to its own log."""
+        self._make_room(len(fds) + 1)
         log = os.open(self.log_of(title), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             request = zygote.Spawn(entry, f"asapctl: {title}", payload)
@@ -96,6 +101,17 @@ class Supervisor:
         finally:
             os.close(log)
         self._spawning.append(title)
+
+    def _make_room(self, fds: int) -> None:
+        """Waits until the zygote has taken earlier descriptors, where there are many: the system
+        lets a user have only so many on their way (ETOOMANYREFS).
+        """
+        while self._spawning and self._in_flight + fds > _MOST_IN_FLIGHT:
+            select.select([self._link], [], [])
+            self.check()
+        if not self._spawning:
+            self._in_flight = 0
+        self._in_flight += fds
 
     def log_of(self, title: str) -> Path:
         return self.folder / "logs" / f"{title.replace(' ', '-')}.log"
@@ -128,24 +144,26 @@ class Supervisor:
 
     def end(self) -> None:
         """Ends every process and removes the runtime folder. Never raises; may be repeated."""
-        before = _ignore_interrupts()
-        try:
+        with handled_by(signal.SIG_IGN):
             if self._failure is not None:
                 self._keep_logs()
             self._link.close()
-            process = getattr(self, "_zygote", None)
-            if process is not None:
-                if not (self._titles or self._spawning):
-                    process.kill()  # it may be importing torch; there is nothing to end but itself
-                try:
-                    process.wait(_END_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()  # its ranks die with it
-                    process.wait()
+            if self._zygote is not None:
+                self._end_zygote(self._zygote)
             if self._identity is not None:
                 remove_when_free(self.folder, self._identity)  # unless the zygote did
-        finally:
-            _restore_interrupts(before)
+            else:
+                with contextlib.suppress(OSError):  # it may have made one and not said so yet
+                    living_folders()
+
+    def _end_zygote(self, process: "subprocess.Popen[bytes]") -> None:
+        if not (self._titles or self._spawning):
+            process.kill()  # it may be importing torch; there is nothing to end but itself
+        try:
+            process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its ranks die with it
+            process.wait()
 
     def _await_folder(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -173,6 +191,7 @@ class Supervisor:
             case zygote.Failed(reason):
                 self._failure = RunError(reason)
             case None:
+                assert self._zygote is not None
                 code = self._zygote.wait()
                 self._failure = RunError(f"the zygote (pid {self._zygote.pid}) {_ending(code)}")
 
@@ -180,12 +199,12 @@ class Supervisor:
         what = f"{title} (pid {pid}) {_ending(code)}"
         if code == -signal.SIGKILL:
             return f"{what}; if nobody killed it, the machine or its cgroup ran out of memory"
-        reason = _last_line(self.log_of(title))
+        reason = _last_line(self.log_of(title)) if code >= 0 else ""
         return f"{what}: {reason}" if reason else what
 
     def _keep_logs(self) -> None:
         """Puts the logs of a failed instance where its user can read them, and says where."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
             kept = keep_logs(self.folder / "logs", self.name)
             if self._failure is not None:
                 self._failure.args = (f"{self._failure}\nlogs: {kept}",)
@@ -222,14 +241,3 @@ def _last_line(log: Path) -> str:
     except OSError:
         return ""
     return lines[-1] if lines else ""
-
-
-def _ignore_interrupts() -> dict[int, object]:
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
-
-
-def _restore_interrupts(before: dict[int, object]) -> None:
-    for number, handler in before.items():
-        signal.signal(number, handler)  # type: ignore[arg-type]

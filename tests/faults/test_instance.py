@@ -12,7 +12,9 @@ import pytest
 from engine.control.client import Client
 from engine.control.messages import PrefillRequest
 from engine.errors import RunError
+from engine.launch import supervisor
 from engine.launch.instance import start_instance
+from engine.launch.supervisor import Supervisor
 from engine.topology.ranks import RankId
 from helpers.checkpoints import checkpoint, token_ids
 from helpers.instances import collect, instance, layout, plan, wait_for
@@ -123,6 +125,30 @@ def test_one_group_runs_ahead_of_another_at_the_same_expert_rank(
         assert max(served(0)) < 2
         attention.resume()
         assert set(collect(client, 1)) == {0}
+
+
+def test_a_folder_of_which_nobody_has_heard_yet_goes_too(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted between the zygote's making it and the supervisor's reading of it."""
+    base = runtime / "asapctl"
+
+    def interrupted(self: Supervisor) -> None:
+        wait_for(lambda: base.exists() and bool(list(base.iterdir())), "the folder is made")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Supervisor, "_await_folder", interrupted)
+    with pytest.raises(KeyboardInterrupt), Supervisor("early"):
+        pass
+    assert list(base.iterdir()) == []
+
+
+def test_many_descriptors_wait_for_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_MOST_IN_FLIGHT", 6)
+    with instance(checkpoint(FAMILY), layout(3, 3)) as client:
+        client.submit([PrefillRequest(0, token_ids(30))])
+        client.drain()
+        assert collect(client, 1)[0].error is None
 
 
 def test_two_instances_run_side_by_side() -> None:

@@ -49,7 +49,7 @@ def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
         "sys.argv = ['asapctl', '--help']\n"
-        "from asapctl.cli import main\n"
+        "from asapctl.__main__ import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert end.code in (0, None), end.code\n"
         "heavy = {'torch', 'numpy', 'zmq', 'tokenizers', 'transformers', 'rich', 'msgspec',\n"
