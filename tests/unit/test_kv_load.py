@@ -1,5 +1,6 @@
 """A prompt computed here, written, loaded as a transformers cache: generation goes on from it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def continued(model: PreTrainedModel, ids: list[int], count: int, **options: Any
     return tokens
 
 
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # the name in all of 5.x
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("length", [1, 20, 90])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generation_from_a_loaded_cache_equals_generate(
@@ -66,8 +67,25 @@ def test_generation_from_a_loaded_cache_equals_generate(
 
     cache = kv.load_dynamic_cache(exported(name, tmp_path, ids), checkpoint(name))
     assert cache.get_seq_length() == length
-    found = continued(model, [*ids, first], NEW_TOKENS - 1, past_key_values=cache)
+    found = continued(model, [*ids, first], NEW_TOKENS - 1, cache=cache)
     assert found == expected
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_the_documented_way_works_as_it_is_written(tmp_path: Path) -> None:
+    document = Path(__file__).parents[2] / "docs" / "kv-cache.md"
+    (code,) = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+    name, ids = "qwen3_moe", token_ids(20)
+    first = int(reference_logits(checkpoint(name), ids)[-1].argmax())
+    result = {
+        "kv": {"path": str(exported(name, tmp_path, ids))},
+        "choices": [{"prompt_token_ids": ids, "token_ids": [first]}],
+    }
+    names: dict[str, Any] = {"result": result, "model_dir": checkpoint(name)}
+    exec(code, names)
+    found = names["out"][0].tolist()
+    assert found == continued(reference_model(checkpoint(name)), ids, 21)[: len(found)]
+    assert len(found) > len(ids) + 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
