@@ -218,8 +218,9 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Something that a rank did, for a trace. Times in seconds on the machine's monotonic clock.
 
-    what: "attend", "dispatch", "shared", "combine", "finish", "serve", "wait". The rest says of
-    which batch, lane, layer and tile, -1 where that has no meaning; peer is the other rank.
+    what: "attend", "dense", "route", "dispatch", "shared", "combine", "finish", "wait" of an
+    attention rank, "serve" of an expert rank. The rest says of which batch, lane, layer and tile,
+    -1 where that has no meaning; peer is the other rank.
     """
 
     what: str

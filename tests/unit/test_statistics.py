@@ -114,6 +114,16 @@ def test_work_after_a_long_pause_is_recent() -> None:
     assert [p.expert_busy for p in snapshot(statistics, 3600.0).history][-2:] == [0.0, 1.0]
 
 
+def test_a_report_tells_of_the_time_since_the_last_one_alone() -> None:
+    statistics = Statistics()
+    statistics.submitted(8.0)
+    statistics.progress(E, report(0.0), 10.0)
+    statistics.progress(E, report(5.0), 12.0)  # more than there was time for
+    busy = [point.expert_busy for point in snapshot(statistics, 13.0).history]
+    assert busy == [0.0, 0.0, 1.0, 1.0, 0.0]
+    assert rank(statistics, E, 12.0).recent_busy == 1.0
+
+
 @pytest.mark.parametrize("incarnation", [0, 1])
 def test_a_new_life_is_added_to_the_old(incarnation: int) -> None:
     statistics = Statistics()
@@ -212,5 +222,17 @@ def test_memory_does_not_grow_with_the_rate() -> None:
             if event % 10 == 0:
                 statistics.progress(E, report(now / 2, tokens=event), now)
         sizes.append(_footprint(statistics, set()))
-    assert max(sizes) < 4e6
+    assert max(sizes) < 2e6
     assert sizes[2] < sizes[1] * 1.1
+
+
+def test_memory_does_not_grow_with_the_rate_of_reports() -> None:
+    sizes = []
+    for per_second in (10, 2000):
+        statistics = Statistics()
+        for tick in range(20 * per_second):
+            now = tick / per_second
+            statistics.progress(E, report(now / 2, tokens=tick), now)
+        assert rank(statistics, E, 20.0).recent_busy == pytest.approx(0.5, abs=0.03)
+        sizes.append(_footprint(statistics, set()))
+    assert sizes[1] < sizes[0] * 1.5

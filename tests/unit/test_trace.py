@@ -70,6 +70,18 @@ def test_what_is_sent_again_is_another_arrow() -> None:
     assert sorted(found) == [(1, 1e6), (1, 2e6), (2, 3e6), (2, 3.5e6), (2, 4e6)]
 
 
+def test_a_work_item_whose_dispatch_was_not_recorded_joins_no_arrow() -> None:
+    def at(what: str, start: float) -> Span:
+        return Span(what, start, start + 0.1, 7, 0, 3, 0, peer=0)
+
+    ranks = [
+        RankSpans(RankId("attention", 0), 1, [at("dispatch", 1.0), at("combine", 4.0)]),
+        RankSpans(RankId("expert", 0), 2, [at("serve", 2.0), at("serve", 3.0)]),
+    ]
+    phases = check_trace(to_perfetto(TraceReport(0.0, 5.0, ranks)))
+    assert [e["ts"] for e in phases["s"] + phases["t"] + phases["f"]] == [1e6, 2e6]
+
+
 def test_arrows_with_one_end_are_left_out() -> None:
     alone = [Span("dispatch", 1.0, 1.1, 7, 0, 3, 0, peer=0)]
     served_before = [Span("serve", 1.0, 1.1, 8, 0, 3, 0, peer=0)]
