@@ -30,9 +30,9 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-    for number, frame in pending:
-        handler = kept[signal.Signals(number)]
+    for came, frame in pending:
+        handler = kept[signal.Signals(came)]
         if callable(handler):
-            handler(number, frame)
+            handler(came, frame)
         else:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), came)

@@ -138,7 +138,7 @@ def summary_text(summary: Summary) -> str:
     lines = [f"{plural(summary.prompts, 'prompt')}: {counts} -> {summary.output}"]
     if summary.ok:
         lines.append(
-            f"{summary.prompt_tokens:,} tokens in {summary.seconds:.2f} s "
+            f"{plural(summary.prompt_tokens, 'token')} in {summary.seconds:.2f} s "
             f"({summary.tokens_per_s:,.0f} tokens/s), after {summary.load_seconds:.1f} s of loading"
         )
         lines.append(
