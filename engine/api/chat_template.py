@@ -1,7 +1,7 @@
 """Chat templates: messages -> the text that the model was trained on.
 
-Templates come with checkpoints and are untrusted code, so they run in jinja2's immutable
-sandbox, with the globals and whitespace rules that Hugging Face templates are written for.
+Templates come with checkpoints and are untrusted code, so they run in a sandbox, with the globals
+that Hugging Face templates are written for.
 """
 
 import json
@@ -11,34 +11,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.api.chat_sandbox import Sandbox, rendered
 from engine.api.types import RequestError
+from engine.echo import plain
+from engine.files import MIB, is_file, read_file
 
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; here it is just its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+_MOST_BYTES = 4 * MIB
 
 
 class ChatTemplate:
     """A compiled template with the special tokens that it may mention."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Raises jinja2.TemplateSyntaxError."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
-        )
+        """Raises jinja2.TemplateError, and whatever Python makes of code that it cannot compile:
+        RecursionError, SyntaxError.
+        """
+        environment = Sandbox()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -56,10 +45,10 @@ class ChatTemplate:
         names = {**self._special_tokens, **(options or {})}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(names)
+            return rendered(self._template, names)
         except Exception as error:  # the template is foreign code; any failure is this request's
             raise RequestError(
-                f"the chat template refused the messages: {error}",
+                f"the chat template refused the messages: {plain(str(error), 200)}",
                 param="messages",
                 code="chat_template",
             ) from None
@@ -72,12 +61,18 @@ def load_chat_template(model_dir: Path, config: dict[str, Any]) -> ChatTemplate 
     named templates the one called `default` is used.
     """
     file = model_dir / "chat_template.jinja"
-    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
-    if source is None:
-        source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+    source: Any = config.get("chat_template")
+    if is_file(file):
+        try:
+            source = read_file(file, _MOST_BYTES).decode()
+        except OSError as error:
+            return f"{file} cannot be read: {error.strerror}"
+        except UnicodeDecodeError as error:
+            return f"{file} is not UTF-8 (byte {error.start})"
+    elif isinstance(source, list):
+        named = [entry for entry in source if isinstance(entry, dict)]
+        texts = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        source = texts[-1] if texts else None
     if not isinstance(source, str):
         return (
             "this checkpoint has no chat template (neither chat_template.jinja nor chat_template "
@@ -85,8 +80,8 @@ def load_chat_template(model_dir: Path, config: dict[str, Any]) -> ChatTemplate 
         )
     try:
         return ChatTemplate(source, special_tokens(config))
-    except jinja2.TemplateError as error:
-        return f"the checkpoint's chat template cannot be read: {error}"
+    except Exception as error:  # Python's compiler, too, has limits that a template can pass
+        return f"the checkpoint's chat template cannot be read: {plain(str(error), 200)}"
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:

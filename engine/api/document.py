@@ -8,6 +8,7 @@ import msgspec
 
 from engine.api.types import RequestError
 from engine.api.wording import show
+from engine.echo import cut
 
 _decode = msgspec.json.Decoder().decode
 _ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -67,7 +68,8 @@ def _find(value: Any, where: str) -> tuple[str, str] | None:
         for key, part in value.items():
             if match := _SURROGATE.search(key):
                 return f"the key {show(key)}", match[0]
-            if found := _find(part, f"{where}.{key}" if where else key):
+            name = cut(key)
+            if found := _find(part, f"{where}.{name}" if where else name):
                 return found
     if isinstance(value, list):
         for index, part in enumerate(value):

@@ -13,6 +13,7 @@ from engine.api.types import Kind, RequestError
 from engine.api.wording import accepts, expected, mismatch, show
 
 MAX_LOGPROBS = 20
+_MOST_PROBLEMS = 10  # of one request that are named; it may have millions
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ _Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 class Common(msgspec.Struct, forbid_unknown_fields=True):
     """What completions and chats share. None: not given."""
 
-    model: str | None = None
+    model: Annotated[str, msgspec.Meta(max_length=512)] | None = None  # goes into every record
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
     prompt_logprobs: _Alternatives | None = None
@@ -99,8 +100,8 @@ _OTHERS: dict[Kind, dict[str, str]] = {
 def parse_parameters(kind: Kind, body: dict[str, Any]) -> Completion | Chat:
     """The parameters that are used.
 
-    Raises RequestError (400) that names every parameter at fault; its `param` and `code` are the
-    first one's.
+    Raises RequestError (400) that names every parameter at fault, up to ten; its `param` and `code`
+    are the first one's.
     """
     shape: type[Completion | Chat] = Chat if kind == "chat" else Completion
     hints = _hints(shape)
@@ -113,6 +114,8 @@ def parse_parameters(kind: Kind, body: dict[str, Any]) -> Completion | Chat:
                 _check_unused(kind, name, value)
         except RequestError as problem:
             problems.append(problem)
+            if len(problems) == _MOST_PROBLEMS:
+                break
     problems += _limit_problems(used)
     if problems:
         raise _joined(problems)
@@ -130,6 +133,8 @@ def convert(values: dict[str, Any], shape: type[T]) -> T:
             converted[name] = _convert(name, value, hints[name])
         except RequestError as problem:
             problems.append(problem)
+            if len(problems) == _MOST_PROBLEMS:
+                break
     if problems:
         raise _joined(problems)
     return shape(**converted)

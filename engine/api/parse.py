@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from engine.api.ids import seed_of
-from engine.api.parameters import Chat, Common, parse_parameters, token_limit
+from engine.api.parameters import Chat, Common, Completion, parse_parameters, token_limit
 from engine.api.prompts import chat_tokens, check_tokens, completion_tokens, given_prompts
 from engine.api.tokenizer import Tokenizer
 from engine.api.types import Kind, Origin, Prompt, RequestError
@@ -38,17 +38,10 @@ class Parser:
         parameters = parse_parameters(kind, body)
         max_tokens = token_limit(parameters)
         if isinstance(parameters, Chat):
-            param = "messages"
             logprobs = self._chat_logprobs(parameters)
-            tokens = [chat_tokens(parameters, self._tokenizer)]
         else:
-            param = "prompt_token_ids" if parameters.prompt is None else "prompt"
             logprobs = _first(parameters.logprobs, self._limits.logprobs)
-            given = given_prompts(parameters)
-            self._check_number(given)
-            tokens = [completion_tokens(prompt, parameters, self._tokenizer) for prompt in given]
-        for token_ids in tokens:
-            check_tokens(token_ids, self._limits.vocab_size, self._limits.max_model_len, param)
+        tokens = self._tokens(parameters)
         return [
             Prompt(
                 origin=origin,
@@ -63,6 +56,23 @@ class Parser:
             )
             for index, token_ids in enumerate(tokens)
         ]
+
+    def _tokens(self, parameters: Completion | Chat) -> list[list[int]]:
+        """The token ids of each prompt, checked."""
+        most = self._limits.max_model_len
+        if isinstance(parameters, Chat):
+            param = "messages"
+            tokens = [chat_tokens(parameters, self._tokenizer, most)]
+        else:
+            param = "prompt_token_ids" if parameters.prompt is None else "prompt"
+            given = given_prompts(parameters)
+            self._check_number(given)
+            tokens = [
+                completion_tokens(prompt, parameters, self._tokenizer, most) for prompt in given
+            ]
+        for token_ids in tokens:
+            check_tokens(token_ids, self._limits.vocab_size, most, param)
+        return tokens
 
     def _check_number(self, prompts: list[str | list[int]]) -> None:
         most = self._limits.most_prompts

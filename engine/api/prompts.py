@@ -6,6 +6,8 @@ from typing import Any
 from engine.api.parameters import Chat, Completion
 from engine.api.tokenizer import Tokenizer
 from engine.api.types import RequestError
+from engine.api.wording import show
+from engine.echo import cut
 
 _MESSAGE_KEYS = {"role", "content", "name"}
 
@@ -37,24 +39,32 @@ def given_prompts(parameters: Completion) -> list[str | list[int]]:
 
 
 def completion_tokens(
-    prompt: str | list[int], parameters: Completion, tokenizer: Tokenizer
+    prompt: str | list[int], parameters: Completion, tokenizer: Tokenizer, most: int
 ) -> list[int]:
-    """Token ids of one of `given_prompts`. Raises RequestError: there is no tokenizer."""
+    """Token ids of one of `given_prompts`, not much more than `most`.
+
+    Raises RequestError: there is no tokenizer, it cannot take the text, or that is far too long.
+    """
     if not isinstance(prompt, str):
         return prompt
     if not prompt:
         return []
-    return tokenizer.encode(prompt, add_special_tokens=parameters.add_special_tokens is not False)
+    return tokenizer.encode(
+        prompt, add_special_tokens=parameters.add_special_tokens is not False, most=most
+    )
 
 
-def chat_tokens(parameters: Chat, tokenizer: Tokenizer) -> list[int]:
-    """Raises RequestError: messages of the wrong shape, or that the template refuses."""
+def chat_tokens(parameters: Chat, tokenizer: Tokenizer, most: int) -> list[int]:
+    """As `completion_tokens`. Raises RequestError also for messages of the wrong shape, or that the
+    template refuses.
+    """
     if not parameters.messages:
         raise RequestError("messages is empty", param="messages", code="empty_prompt")
     return tokenizer.encode_chat(
         [_message(index, message) for index, message in enumerate(parameters.messages)],
         add_generation_prompt=parameters.add_generation_prompt is not False,
         options=parameters.chat_template_kwargs,
+        most=most,
     )
 
 
@@ -71,7 +81,8 @@ def check_tokens(token_ids: Sequence[int], vocab_size: int, max_model_len: int, 
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         at, token = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
         raise RequestError(
-            f"token id {token} at position {at} is outside the vocabulary (0 to {vocab_size - 1})",
+            f"token id {show(token)} at position {at} is outside the vocabulary "
+            f"(0 to {vocab_size - 1})",
             param=param,
             code="token_out_of_range",
         )
@@ -90,9 +101,8 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     where = f"messages[{index}]"
     for key, value in message.items():
         if key not in _MESSAGE_KEYS and value is not None:
-            raise RequestError(
-                f"{where}.{key} is not supported", param=f"{where}.{key}", code="unknown_parameter"
-            )
+            place = f"{where}.{cut(key)}"
+            raise RequestError(f"{place} is not supported", param=place, code="unknown_parameter")
     for key in ("role", "name"):
         value = message.get(key)
         if not isinstance(value, str) and (key == "role" or value is not None):
@@ -114,7 +124,7 @@ def _content(where: str, content: object) -> str:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            named = f"type {kind!r}" if kind != "text" else "text that is not a string"
+            named = f"type {show(kind)}" if kind != "text" else "text that is not a string"
             raise RequestError(
                 f"{where}[{index}] has {named}; only text parts are supported",
                 param=f"{where}[{index}]",

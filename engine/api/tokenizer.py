@@ -4,7 +4,6 @@
 installed; otherwise only prompts given as token ids can run, and `reason` says why.
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,9 +11,16 @@ from typing import Any, Protocol
 
 from engine.api import pieces
 from engine.api.chat_template import ChatTemplate, load_chat_template, special_tokens
+from engine.api.document import has_surrogate
 from engine.api.pieces import Piece
 from engine.api.types import RequestError
+from engine.echo import cut, plain
 from engine.errors import UsageError
+from engine.files import MOST_JSON_BYTES, is_file, parse_json, read_file
+
+# How much of a text is tried first: several characters a token, as long texts have.
+_TRIED_PER_TOKEN = 8
+_LEAST_TRIED = 4096
 
 
 class Codec(Protocol):
@@ -34,9 +40,20 @@ class Tokenizer:
         self._template = template
         self._pieces: dict[int, Piece] = {}  # no larger than the vocabulary
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError when the checkpoint has no tokenizer."""
-        return self._readable().encode(text, add_special_tokens)
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+        param: str = "prompt",
+    ) -> list[int]:
+        """Raises RequestError (of `param`): no tokenizer, a text that it cannot take, or one that
+        has far more than `most` tokens. A result may still have more than `most`.
+        """
+        codec = self._readable()
+        if most is not None:
+            _check_length(codec, text, most, param)
+        return _encode(codec, text, add_special_tokens, param)
 
     def encode_chat(
         self,
@@ -44,23 +61,26 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         options: dict[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """Raises RequestError: no tokenizer, no template, or messages that it refuses."""
-        codec = self._readable()
+        """As `encode`. Raises RequestError also for a missing template, or messages that it
+        refuses.
+        """
+        self._readable()
         if isinstance(self._template, str):
             raise RequestError(self._template, param="messages", code="no_chat_template")
         text = self._template.render(
             messages, add_generation_prompt=add_generation_prompt, options=options
         )
         # The template writes the special tokens itself.
-        return codec.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, most=most, param="messages")
 
     def piece(self, token_id: int) -> Piece:
         """The token by itself; a stand-in text where nothing is known of it."""
         known = self._pieces.get(token_id)
         if known is None:
             codec = self._codec
-            known = pieces.unknown(token_id) if isinstance(codec, str) else codec.piece(token_id)
+            known = pieces.unknown(token_id) if isinstance(codec, str) else _piece(codec, token_id)
             self._pieces[token_id] = known
         return known
 
@@ -72,17 +92,61 @@ class Tokenizer:
         return self._codec
 
 
+def _check_length(codec: Codec, text: str, most: int, param: str) -> None:
+    """Raises RequestError for a text of far more than `most` tokens, at a cost that grows with
+    `most` and not with the text: a long one is tried by its beginning, then by twice as much, and
+    so on. Where the beginning is cut its last word may get other tokens than in the text, which the
+    factor of two is for.
+    """
+    size = max(_TRIED_PER_TOKEN * most, _LEAST_TRIED)
+    while size < len(text):
+        try:
+            tokens = len(_encode(codec, text[:size], False, param))
+        except RequestError:  # perhaps for the half word at the end
+            tokens = 0
+        if tokens > 2 * most:
+            raise RequestError(
+                f"the prompt is far longer than max_model_len, which is {most} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+        size *= 2
+
+
+def _encode(codec: Codec, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    """Raises RequestError for whatever the tokenizer's code raises."""
+    try:
+        return codec.encode(text, add_special_tokens)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust code is no Exception
+        reason = "it holds half of a UTF-16 pair" if has_surrogate(text) else cut(str(error), 200)
+        raise RequestError(
+            f"the tokenizer cannot take this text: {reason}", param=param, code="tokenizer_failed"
+        ) from None
+
+
+def _piece(codec: Codec, token_id: int) -> Piece:
+    try:
+        return codec.piece(token_id)
+    except Exception:  # a token that its own library cannot decode
+        return pieces.unknown(token_id)
+
+
 def load_tokenizer(model_dir: Path) -> Tokenizer:
     """Raises UsageError when a tokenizer file is there but cannot be read."""
     config = _read_config(model_dir / "tokenizer_config.json")
     file = model_dir / "tokenizer.json"
     codec: Codec | str
-    if file.is_file():
+    if is_file(file):
         try:
             codec = _FastCodec(file, config)
-        except Exception as error:  # `tokenizers` raises bare Exceptions
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # `tokenizers` raises bare Exceptions, and panics
             raise UsageError(
-                f"{file}: not a tokenizer: {error}. Copy it from the model's repository again"
+                f"{file}: not a tokenizer: {plain(str(error), 200)}. Copy it from the model's "
+                "repository again"
             ) from None
     else:
         codec = _transformers_codec(model_dir)
@@ -152,7 +216,7 @@ class _TransformersCodec:
 def _transformers_codec(model_dir: Path) -> Codec | str:
     reason = f"{model_dir} has no tokenizer.json"
     others = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-    if not any((model_dir / name).is_file() for name in others):
+    if not any(is_file(model_dir / name) for name in others):
         return reason
     try:
         from transformers import AutoTokenizer
@@ -163,15 +227,17 @@ def _transformers_codec(model_dir: Path) -> Codec | str:
             AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
         )
     except Exception as error:  # whatever the tokenizer's own code raises
-        return f"{reason}, and transformers cannot read the other files: {error}"
+        return f"{reason}, and transformers cannot read the other files: {plain(str(error), 200)}"
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    if not is_file(file):
         return {}
     try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        config = parse_json(read_file(file, MOST_JSON_BYTES))
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise UsageError(f"{file}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UsageError(f"{file}: not an object")

@@ -5,23 +5,27 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from engine.control.messages import Sampling
+from engine.echo import cut
 
 Kind: TypeAlias = Literal["completion", "chat"]
+
+# Several problems fit; each of them echoes little by itself.
+_MOST_MESSAGE = 2000
 
 
 class RequestError(Exception):
     """Why one request cannot be done. Becomes its answer; whoever parses catches it.
 
     param: the parameter at fault, code: a short machine-readable reason; both as in OpenAI's
-    error object.
+    error object. message and param are cut: whoever sends megabytes does not get them back.
     """
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = cut(message, _MOST_MESSAGE)
+        super().__init__(self.message)
+        self.param = None if param is None else cut(param)
         self.code = code
         self.status = status
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 
+from engine.echo import cut
+
 _SHOWN = 60
 _KINDS = {
     int: "a whole number",
@@ -30,11 +32,12 @@ _NAMES = {
 
 def show(value: object) -> str:
     """`value` as JSON has it, in ASCII and cut short."""
+    if isinstance(value, str):
+        value = value[: _SHOWN + 1]
     try:
-        text = json.dumps(value)
+        return cut(json.dumps(value), _SHOWN)
     except (RecursionError, ValueError):  # deeper, or a number with more digits, than Python shows
         return "such a value"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def expected(hint: Any) -> str:
@@ -59,7 +62,7 @@ def mismatch(error: msgspec.ValidationError) -> tuple[str, str]:
     problem, _, path = str(error).partition(" - at `$")
     match = re.fullmatch(r"Expected `([^`]*)`, got `([^`]*)`", problem)
     if match is None:
-        return path.rstrip("`"), problem[0].lower() + problem[1:]
+        return path.rstrip("`"), cut(problem[0].lower() + problem[1:], 2 * _SHOWN)
     wanted = [_NAMES.get(name, name) for name in match[1].split(" | ") if name != "null"]
     got = "a boolean" if match[2] == "bool" else _NAMES.get(match[2], match[2])
     return path.rstrip("`"), f"must be {' or '.join(wanted)}, not {got}"
@@ -78,6 +81,8 @@ def accepts(hint: Any, kind: type) -> bool:
 def _range(meta: msgspec.Meta) -> str:
     if meta.gt is not None:
         return f" above {meta.gt} and at most {meta.le}"
+    if meta.max_length is not None:
+        return f" of at most {meta.max_length} characters"
     if meta.le is not None:
         return f" from {meta.ge} to {meta.le}"
     return f" of at least {meta.ge}"

@@ -10,6 +10,8 @@ from engine.offline.lines import MAX_LINE_BYTES, Line
 
 _URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 _BATCH_KEYS = {"custom_id", "id", "method", "url", "body"}
+_LONGEST_ID = 512
+_NAMED = 5  # unknown keys
 _SHAPES = (
     'expected {"custom_id", "method", "url", "body"}, or one of "prompt", "prompt_token_ids" '
     'and "messages"'
@@ -53,8 +55,10 @@ def split_form(document: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
 def _batch_form(document: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
     unknown = [key for key in document if key not in _BATCH_KEYS]
     if unknown:
+        named = ", ".join(map(show, unknown[:_NAMED]))
+        named += ", ..." if len(unknown) > _NAMED else ""
         raise RequestError(
-            f"unknown {', '.join(map(show, unknown))} beside body; parameters belong inside body",
+            f"unknown {named} beside body; parameters belong inside body",
             param=unknown[0],
             code="unknown_parameter",
         )
@@ -107,6 +111,12 @@ def _custom_id(document: dict[str, Any]) -> str | None:
             f"{given[0]} must be a string that is not empty, not {show(value)}",
             param=given[0],
             code="invalid_type",
+        )
+    if len(value) > _LONGEST_ID:
+        raise RequestError(
+            f"{given[0]} has {len(value)} characters; at most {_LONGEST_ID}",
+            param=given[0],
+            code="invalid_value",
         )
     return value
 

@@ -33,7 +33,8 @@ def tokenize(raw: bytes, model: str, max_model_len: int, tokenizer: Tokenizer) -
     check_model(body, model)
     if ("prompt" in body) == ("messages" in body):
         raise RequestError("give either prompt or messages", param="prompt", code="invalid_prompt")
-    returns_texts, tokens = (_of_chat if "messages" in body else _of_text)(body, tokenizer)
+    of = _of_chat if "messages" in body else _of_text
+    returns_texts, tokens = of(body, tokenizer, max_model_len)
     texts = [tokenizer.piece(token).text for token in tokens] if returns_texts else None
     return {
         "count": len(tokens),
@@ -43,17 +44,21 @@ def tokenize(raw: bytes, model: str, max_model_len: int, tokenizer: Tokenizer) -
     }
 
 
-def _of_text(body: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool | None, list[int]]:
+def _of_text(
+    body: dict[str, Any], tokenizer: Tokenizer, most: int
+) -> tuple[bool | None, list[int]]:
     asked = convert(body, _Text)
     text = Completion(add_special_tokens=asked.add_special_tokens)
-    return asked.return_token_strs, completion_tokens(asked.prompt, text, tokenizer)
+    return asked.return_token_strs, completion_tokens(asked.prompt, text, tokenizer, most)
 
 
-def _of_chat(body: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool | None, list[int]]:
+def _of_chat(
+    body: dict[str, Any], tokenizer: Tokenizer, most: int
+) -> tuple[bool | None, list[int]]:
     asked = convert(body, _Messages)
     chat = Chat(
         messages=asked.messages,
         add_generation_prompt=asked.add_generation_prompt,
         chat_template_kwargs=asked.chat_template_kwargs,
     )
-    return asked.return_token_strs, chat_tokens(chat, tokenizer)
+    return asked.return_token_strs, chat_tokens(chat, tokenizer, most)

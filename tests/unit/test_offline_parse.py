@@ -7,7 +7,7 @@ from engine.api.chat_template import ChatTemplate
 from engine.api.tokenizer import Tokenizer
 from engine.api.types import Prompt, RequestError
 from engine.offline.forms import read_line, split_form
-from helpers.offline import BOS, ByteCodec, byte_tokenizer, line, parser
+from helpers.offline import BOS, ByteCodec, byte_tokenizer, line, parser, writer
 
 
 def parse(document: Any, tokenizer: Tokenizer | None = None, **limits: Any) -> Prompt:
@@ -329,3 +329,80 @@ def test_prompts_can_be_had_back_as_token_ids() -> None:
     assert not parse(completion(prompt="a")).return_token_ids
     assert not parse(completion(prompt="a", return_token_ids=None)).return_token_ids
     assert parse(chat(return_token_ids=True)).return_token_ids
+
+
+LONG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        completion(prompt="a", **{LONG: 1}),
+        completion(prompt="a", made_up=LONG),
+        completion(prompt="a", n=LONG),
+        completion(prompt="a", stop=[LONG] * 5),
+        completion(prompt="a", logprobs=LONG),
+        completion(prompt="a", max_tokens=int("9" * 18)),
+        completion(prompt="a", model=LONG),
+        completion(prompt="a", **{f"unknown_{i}": 1 for i in range(5000)}),
+        completion(prompt="a") | {LONG: 1},
+        completion(prompt="a") | {f"unknown_{i}": 1 for i in range(5000)},
+        completion(prompt="a") | {"url": LONG},
+        completion(prompt="a") | {"method": LONG},
+        completion(prompt="a") | {"body": [LONG]},
+        completion(prompt="a") | {"custom_id": [LONG]},
+        {"prompt": "a", "id": {LONG: LONG}},
+        {LONG: 1},
+        {"prompt": "a", LONG: {}},
+        {"messages": [{"role": "user", "content": "a", LONG: 1}]},
+        {"messages": [{"role": "user", "content": [{"type": LONG}]}]},
+        {"messages": [{"role": {LONG: 1}, "content": "a"}]},
+        {"prompt": "a", "chat_template_kwargs": LONG},
+        b'{"prompt": {"' + LONG.encode() + b'": "\\ud800"}}',
+        b'{"' + LONG.encode() + b'\\ud800": 1}',
+        b"[" + b"{" * 100 + LONG.encode(),
+        b'{"prompt": [' + b"9" * 5000 + b"]}",
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+        LONG.encode(),
+    ],
+    ids=range(27),
+)
+def test_no_error_gives_back_what_was_sent(document: Any) -> None:
+    data = document if isinstance(document, bytes) else json.dumps(document).encode()
+    origin, content = read_line(line(data, number=7))
+    failure = content
+    if not isinstance(content, RequestError):
+        with pytest.raises(RequestError) as caught:
+            parser().parse(origin, *split_form(content))
+        failure = caught.value
+    assert isinstance(failure, RequestError)
+    assert len(writer().failure(origin, failure)) < 5000
+    assert len(failure.message) <= 1000
+    assert len(failure.param or "") <= 80
+
+
+@pytest.mark.parametrize("key", ["id", "custom_id"])
+def test_an_id_that_is_too_long_is_refused(key: str) -> None:
+    assert parse({key: "x" * 512, "prompt": "a"}).origin.custom_id == "x" * 512
+    origin, failure = read_line(line(json.dumps({key: LONG, "prompt": "a"}).encode(), number=7))
+    assert isinstance(failure, RequestError)
+    assert (origin.custom_id, failure.param) == ("line-7", key)
+    assert "1000000 characters; at most 512" in failure.message
+
+
+def test_the_template_s_words_are_cut() -> None:
+    failure = refusal(
+        {"messages": [{"role": "user", "content": LONG}]},
+        byte_tokenizer("{{ raise_exception(messages[0].content) }}"),
+    )
+    assert len(failure.message) < 300
+
+
+def test_a_text_that_is_far_too_long_is_refused_like_one_that_is_too_long() -> None:
+    for document, param in (
+        ({"prompt": LONG}, "prompt"),
+        ({"messages": [{"role": "user", "content": LONG}]}, "messages"),
+    ):
+        failure = refusal(document)
+        assert (failure.code, failure.param) == ("context_length_exceeded", param)
+        assert "max_model_len, which is 50 tokens" in failure.message

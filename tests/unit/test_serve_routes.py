@@ -175,6 +175,9 @@ def test_tokenize(server: Server) -> None:
     chat = server.post("/tokenize", messages=MESSAGES, add_generation_prompt=False).json()
     assert bytes(chat["tokens"]) == b"user:hi\n"
     assert error_of(server.post("/tokenize")) == (400, "invalid_prompt", "prompt")
+    for path in ("/tokenize", "/v1/completions"):
+        too_long = error_of(server.post(path, prompt="x" * 4_000_000))
+        assert too_long == (400, "context_length_exceeded", "prompt")
     assert error_of(server.post("/tokenize", prompt=[1])) == (400, "invalid_type", "prompt")
     assert server.controller.requests == []
 
