@@ -131,12 +131,11 @@ class StatusView:
         label = ("tokens/s", "attention busy", "expert busy")[index]
         latest = values[-1] if values else 0.0
         now = count(latest) if index == 0 else f"{latest:.0%}"
-        line = Text(label.ljust(_LABEL), style="dim")
         room = max(0, min(60, width - _LABEL - 20))
         style = ("blue", "green", "magenta")[index]
-        line.append(sparkline(values[-room:] if room else [], highest, self.ascii_only), style)
+        line = sparkline(values[-room:] if room else [], highest, self.ascii_only)
         most = f" (of {count(highest)})" if index == 0 and highest else ""
-        return line.append(f" {now}{most}", style="not dim")
+        return Text.assemble((label.ljust(_LABEL), "dim"), (line, style), f" {now}{most}")
 
     def _ranks(self, snapshot: Snapshot, width: int) -> list[Text]:
         """A heading and a line a rank, for each role."""

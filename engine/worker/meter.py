@@ -16,12 +16,20 @@ class Meter:
 
     def __init__(self, black_box: BlackBox) -> None:
         self.busy_seconds = 0.0
-        self.wait_seconds = 0.0
         self.tokens = 0
         self.work_items = 0
         self.predicted_s = 0.0
         self._black_box = black_box
         self._pace = _FIRST_PACE
+        self._waited = 0.0
+        self._waits_since: float | None = None
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds of waiting with work in hand, those of a wait that goes on included."""
+        if self._waits_since is None:
+            return self._waited
+        return self._waited + time.perf_counter() - self._waits_since
 
     def predict(self, flops: float) -> None:
         """The next step takes so many floating-point operations."""
@@ -46,7 +54,6 @@ class Meter:
 
     @contextmanager
     def waiting(self, with_work: bool) -> Iterator[None]:
-        start = time.perf_counter()
+        self._waits_since = time.perf_counter() if with_work else None
         yield
-        if with_work:
-            self.wait_seconds += time.perf_counter() - start
+        self._waited, self._waits_since = self.wait_seconds, None
