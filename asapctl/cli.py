@@ -22,7 +22,7 @@ from asapctl.status import status
 from asapctl.stop import stop
 from asapctl.trace import trace
 from engine import __version__
-from engine.errors import AsapError
+from engine.errors import AsapError, UsageError
 
 app = typer.Typer(
     name="asapctl",
@@ -61,6 +61,8 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def reported(*args: Any, **kwargs: Any) -> Any:
         try:
+            if command in (prefill, launch, check):
+                _check_working_folder()
             return command(*args, **kwargs)
         except AsapError as error:
             for line in str(error).splitlines():
@@ -70,6 +72,17 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(128 + signal.SIGINT) from None
 
     return reported
+
+
+def _check_working_folder() -> None:
+    """Paths count from there, and torch's libraries do not load without one."""
+    try:
+        os.getcwd()  # noqa: PTH109 - it is the system's answer that counts
+    except OSError as error:
+        raise UsageError(
+            f"the working folder cannot be used ({error.strerror}): it may have been removed; "
+            "change to another one (cd)"
+        ) from None
 
 
 # In the order of the help. These modules import what they need when they run.

@@ -46,13 +46,26 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def absolute(path: str | Path, folder: Path | None = None) -> Path:
+def exists(path: Path) -> bool:
+    """Whether there is something; True, too, where that cannot be told: who reads it finds out."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        pass
+    return True
+
+
+def absolute(path: str | Path, where: str, folder: Path | None = None) -> Path:
     """`path` with ~ expanded, counted from `folder` or else from the working folder.
 
-    Raises UsageError: ~ stands for a user who is not known.
+    Raises UsageError, which names `where`: ~ stands for a user who is not known.
     """
     try:
         expanded = Path(path).expanduser()
     except RuntimeError:
-        raise UsageError(f"{path}: there is no such home folder; write the path out") from None
+        raise UsageError(
+            f"{where}: {path} is in no home folder that is known; write the path out"
+        ) from None
     return expanded.absolute() if folder is None else (folder / expanded).absolute()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import UsageError
+from engine.files import absolute, exists
 from engine.launch.machine import read_machine
 from engine.launch.model_dir import DEMO, find_model_dir
 from engine.launch.signals import import_torch
@@ -76,7 +77,7 @@ def _check_rest(topology: Topology | None, model: str | Path | None) -> None:
     if topology is None:
         if model is not None and str(model) != DEMO:
             _check_local(Topology(), model)
-            load_config(Path(model).expanduser())
+            load_config(absolute(model, "--model"))
         return
     _check_local(topology, model)
     import_torch()
@@ -92,7 +93,7 @@ def _check_local(topology: Topology, model: str | Path | None) -> None:
     if name == DEMO or not _HUB_ID.fullmatch(name):
         return
     folder = topology.resolve("model", "path", name) if model is None else Path(name).absolute()
-    if not folder.exists():
+    if not exists(folder):
         local = f"models/{folder.name}"
         raise UsageError(
             f"model {name}: there is no folder {folder}. Models are not fetched from a hub: if it "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine import __version__
 from engine.errors import UsageError
+from engine.files import absolute, is_file
 from engine.topology.schema import Topology
 
 DEMO = "demo"
@@ -19,20 +20,20 @@ def find_model_dir(
     """The folder of the checkpoint: `model` (counted from the working folder), or the topology's
     `model.path`. "demo" is made in the user's cache folder at its first use, and `on_note` told.
 
-    Raises UsageError when the demo cannot be made. Whether a folder holds a model is for
-    `engine.launch.plan` to say.
+    Raises UsageError: no such home folder, or the demo cannot be made. Whether a folder holds a
+    model is for `engine.launch.plan` to say.
     """
     path = str(model) if model is not None else topology.model.path
     if path == DEMO:
         return _demo_dir(on_note)
     if model is not None:
-        return Path(path).expanduser().absolute()
+        return absolute(path, "--model")
     return topology.resolve("model", "path", path)
 
 
 def _demo_dir(on_note: Callable[[str], None]) -> Path:
     target = _cache_folder() / f"demo-{__version__}"
-    if (target / "config.json").is_file():
+    if is_file(target / "config.json"):
         on_note(f"no model given: using the demo checkpoint in {target}")
         return target
     from engine.model.demo import make_demo_checkpoint
@@ -55,7 +56,7 @@ def _cache_folder() -> Path:
     if given.is_absolute():
         return given / "asapctl"
     try:
-        return Path.home() / ".cache" / "asapctl"
+        return Path.home().absolute() / ".cache" / "asapctl"
     except RuntimeError:
         raise UsageError(
             "there is no home folder for the demo checkpoint; give a model with --model, or a "

@@ -15,6 +15,7 @@ import msgspec
 from engine.api.ids import id_hash
 from engine.api.parse import Parser
 from engine.api.types import Origin, Prompt, RequestError
+from engine.api.wording import show
 from engine.control.messages import PrefillRequest, PrefillResult, RankStatus, Snapshot
 from engine.errors import RunError
 from engine.kv.manifest import Manifest
@@ -185,8 +186,11 @@ class Runner:
     def _check_new(self, origin: Origin) -> None:
         key = id_hash(origin.custom_id)
         if key in self._seen:
+            hint = ""
+            if origin.custom_id.startswith("line-"):
+                hint = "; a line without an id goes by line-N, so give this one an id of its own"
             raise RequestError(
-                f"the id {origin.custom_id!r} was used by an earlier line",
+                f"the id {show(origin.custom_id)} was used by an earlier line{hint}",
                 param="custom_id",
                 code="duplicate_id",
             )

@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 import tomli
 
+from engine.echo import plain
 from engine.errors import UsageError
+from engine.files import MIB, read_file
 from engine.topology.schema import LATER_SECTIONS, SECTIONS, Topology
 from engine.topology.validate import check_tables, field_types
 
 DEFAULT_TOPOLOGY = "cpu"
+_SHOWN = 40
 
 
 class TopologyError(UsageError):
@@ -46,7 +49,11 @@ def load_topology(
     try:
         tables: dict[str, Any] = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise UsageError(f"{name}: not valid TOML: {_lowered(str(error))}") from None
+        raise UsageError(f"{name}: not valid TOML: {_lowered(plain(str(error), 200))}") from None
+    except RecursionError:
+        raise UsageError(f"{name}: not valid TOML: nested too deep") from None
+    except ValueError:
+        raise UsageError(f"{name}: not valid TOML: a number has too many digits") from None
 
     problems = []
     overridden = set()
@@ -54,7 +61,7 @@ def load_topology(
         try:
             section, key, value = _parse_override(override)
         except ValueError as error:
-            problems.append(f"--set {override}: {error}")
+            problems.append(f"--set {plain(override)}: {error}")
             continue
         table = tables.setdefault(section, {})
         if isinstance(table, dict):  # anything else is reported with the rest
@@ -66,8 +73,11 @@ def load_topology(
         sections | {"source": name, "folder": folder, "overridden": frozenset(overridden)},
         Topology,
     )
-    if problems or found:
-        raise TopologyError("\n".join([*problems, *found]), topology)
+    problems += found
+    if len(problems) > _SHOWN:
+        problems[_SHOWN:] = [f"{name}: {len(problems) - _SHOWN} more problems like these"]
+    if problems:
+        raise TopologyError("\n".join(problems), topology)
     return topology
 
 
@@ -76,7 +86,8 @@ def _read(name: str) -> tuple[str, str, Path | None]:
     path = Path(name)
     try:
         if path.exists() and not path.is_dir():
-            return name, path.read_bytes().decode("utf-8-sig"), path.absolute().parent
+            text = read_file(path, MIB, pipes=True).decode("utf-8-sig")
+            return name, text, path.absolute().parent
         if path.name == name:
             packaged = resources.files("topologies") / f"{name.removesuffix('.toml')}.toml"
             if packaged.is_file():
@@ -104,19 +115,20 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         raise ValueError("expected section.key=value, as in attention.groups=2")
     if not dot:
         homes = [name for name in SECTIONS if section in field_types(name)] or ["section"]
-        examples = " or ".join(f"{name}.{section}={text.strip()}" for name in homes)
+        examples = " or ".join(f"{name}.{plain(section)}={plain(text.strip())}" for name in homes)
         raise ValueError(f"name the section too, as in {examples}")
     if section not in SECTIONS:
-        near = difflib.get_close_matches(section, SECTIONS, n=1)
-        remedy = f"did you mean {near[0]}.{key}?" if near else f"there are {', '.join(SECTIONS)}"
-        raise ValueError(f'unknown section "{section}"; {remedy}')
+        near = difflib.get_close_matches(plain(section), SECTIONS, n=1)
+        there = f"there are {', '.join(SECTIONS)}"
+        remedy = f"did you mean {near[0]}.{plain(key)}?" if near else there
+        raise ValueError(f'unknown section "{plain(section)}"; {remedy}')
     return section, key, _parse_value(text.strip())
 
 
 def _parse_value(text: str) -> Any:
     try:
         table = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return table["value"] if table.keys() == {"value"} else text
 

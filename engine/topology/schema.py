@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from engine.echo import plain
+from engine.files import absolute
+
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 # A rank is handed the descriptors of all its windows in one message, and Linux passes at most 253.
 MOST_PEERS = 240
@@ -124,18 +127,16 @@ class Topology(msgspec.Struct, frozen=True):
 
     def resolve(self, section: str, key: str, path: str) -> Path:
         """The value `path` of a key as an absolute path: from the file, it counts from the file's
-        folder, and from outside from the working folder.
+        folder, and from outside from the working folder. Raises UsageError: no such home folder.
         """
-        expanded = Path(path).expanduser()
-        if self.folder is not None and f"{section}.{key}" not in self.overridden:
-            expanded = self.folder / expanded
-        return expanded.absolute()
+        inside = f"{section}.{key}" not in self.overridden
+        return absolute(path, self.where(section, key), self.folder if inside else None)
 
 
 def locate(source: str, section: str, key: str, overridden: frozenset[str]) -> str:
     if f"{section}.{key}" in overridden:
-        return f"--set {section}.{key}"
-    return f"{source}: [{section}] {key}"
+        return f"--set {section}.{plain(key)}"
+    return f"{source}: [{section}] {plain(key)}"
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 
 import msgspec
 
+from engine.echo import plain
 from engine.topology.schema import (
     LATER_SECTIONS,
     SECTIONS,
@@ -30,7 +31,7 @@ def check_tables(
     good: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for name, table in tables.items():
         if name not in SECTIONS:
-            problems.append(f"{source}: {_unknown_section(name, table)}")
+            problems.append(f"{source}: {_unknown_section(plain(name), table)}")
         elif not isinstance(table, Mapping):
             shape = "several sections" if isinstance(table, list) else _show(table)
             problems.append(f"{source}: [{name}]: expected one section, got {shape}")
@@ -126,7 +127,7 @@ def _unknown_section(name: str, table: object) -> str:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word.lower(), list(known), n=1)), None)
+    return next(iter(difflib.get_close_matches(plain(word.lower()), list(known), n=1)), None)
 
 
 def _either(words: Iterable[str], comma: str = " ") -> str:
@@ -135,8 +136,10 @@ def _either(words: Iterable[str], comma: str = " ") -> str:
 
 
 def _show(value: object) -> str:
-    """A value as TOML would have it, cut short."""
+    """A value as TOML would have it, on one line and cut short."""
     if isinstance(value, bool):
         return str(value).lower()
-    text = f'"{value}"' if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    try:
+        return plain(f'"{value}"' if isinstance(value, str) else str(value), 60)
+    except (RecursionError, ValueError):  # deeper, or a number with more digits, than Python shows
+        return "such a value"

@@ -205,3 +205,21 @@ def test_a_misspelt_command_is_a_usage_error(invoke: Invoke) -> None:
     result = invoke("chekc")
     assert result.exit_code == 2
     assert "check" in result.stderr
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
+    def asapctl(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        gone = tmp_path / "gone"
+        script = f'cd "{gone}" && rmdir "{gone}" && exec "$@"'
+        gone.mkdir()
+        program = [sys.executable, "-m", "asapctl", *arguments]
+        return subprocess.run(
+            ["sh", "-c", script, "sh", *program], capture_output=True, text=True, check=False
+        )
+
+    for arguments in (["check"], ["prefill", "x"], ["launch"]):
+        done = asapctl(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: the working folder cannot be used")
+        assert len(done.stderr.splitlines()) == 1
+    assert asapctl("ps").returncode == 0

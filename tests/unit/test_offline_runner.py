@@ -92,6 +92,13 @@ def test_a_prompt_over_the_window_still_runs(bench: Bench) -> None:
     assert engine.most_prompts == 2
 
 
+def test_an_id_that_is_another_line_s_stand_in_says_so(bench: Bench) -> None:
+    bench.write({"id": "line-2", "prompt": "x"}, {"prompt": "x"}, {"prompt": "x"})
+    assert bench.run(FakeEngine()).tally.failed == 1
+    (failed,) = [record for record in bench.records() if record["error"]]
+    assert "goes by line-N, so give this one an id of its own" in failed["error"]["message"]
+
+
 def test_the_second_line_of_an_id_fails_and_stays_failed(bench: Bench) -> None:
     bench.write({"id": "a", "prompt": "x"}, {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"})
     for skipped in (0, 2):
@@ -99,7 +106,7 @@ def test_the_second_line_of_an_id_fails_and_stays_failed(bench: Bench) -> None:
         assert (tally.failed, tally.skipped) == (1, skipped)
         (failed,) = [record for record in bench.records() if record["error"]]
         assert failed["custom_id"] == "a"
-        assert "line 2: the id 'a'" in failed["error"]["message"]
+        assert 'line 2: the id "a"' in failed["error"]["message"]
         assert bench.ids() == ["a", "a", "b"]
 
 

@@ -1,4 +1,6 @@
+import json
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,6 +8,7 @@ import pytest
 
 from engine.errors import UsageError
 from engine.launch.budget import show_bytes
+from engine.launch.checks import plan_of
 from engine.launch.machine import Machine
 from engine.launch.model_dir import find_model_dir
 from engine.launch.plan import Plan, make_plan
@@ -206,3 +209,46 @@ def test_the_demo_is_made_once_and_said_so(tmp_path: Path, monkeypatch: pytest.M
 def test_sizes_for_people() -> None:
     shown = [show_bytes(size) for size in (0, 999, 2048, 1023 * 1024, 12 * 2**20, 5 * 2**40)]
     assert shown == ["0 B", "999 B", "2.0 KiB", "1.0 MiB", "12 MiB", "5.0 TiB"]
+
+
+def test_a_model_in_a_home_that_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--model: ~nosuchuser/m is in no home folder"):
+        find_model_dir(load_topology(), "~nosuchuser/m")
+    for overrides in ([], ["attention.groups=0"]):  # with and without other problems
+        with pytest.raises(UsageError, match="--model: ~nosuchuser/m is in no home folder"):
+            plan_of("cpu", overrides, "~nosuchuser/m")
+    with pytest.raises(UsageError, match=r"--set model\.path: ~nosuchuser/m is in no home"):
+        plan_of("cpu", ["model.path=~nosuchuser/m"], None)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" + "x" * 300])
+def test_a_model_s_name_that_no_file_can_have(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    with pytest.raises(UsageError, match="name too long"):
+        plan_of("cpu", [], name)
+
+
+def test_the_demo_s_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "relative")
+    assert find_model_dir(load_topology()).is_relative_to(tmp_path / "relative")
+
+
+def test_a_config_beyond_its_weights_is_told_quickly(demo: Path, tmp_path: Path) -> None:
+    raw = json.loads((demo / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(demo / "model.safetensors")
+    for changes, words in (
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers 10000000 is too large"),
+        ({"num_experts": 10**7}, "num_experts 10000000 is too large"),
+        ({"num_hidden_layers": 1000}, "has 1000 layers, but the weights hold 4"),
+        ({"num_experts": 16384}, "have 16384 experts, but the weights hold 8"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+        begun = time.thread_time()
+        [*_, problem] = problems(tmp_path)
+        assert words in problem
+        assert time.thread_time() - begun < 5

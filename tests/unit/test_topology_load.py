@@ -1,3 +1,4 @@
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -236,3 +237,83 @@ def test_what_is_supported_is_part_of_the_schema() -> None:
     for section, key in SUPPORTED:
         assert key in field_types(section)
     assert set(SECTIONS) <= set(Topology.__struct_fields__)
+
+
+DEEP = "[" * 2000 + "]" * 2000
+DIGITS = "9" * 5001
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (f"a = {DEEP}", "not valid TOML: nested too deep"),
+        ("a." * 5000 + "b = 1", "not valid TOML: nested too deep"),
+        (f"[attention]\ngroups = {DIGITS}", "not valid TOML: a number has too many digits"),
+        (
+            f"[attention]\ngroups = 0x{'f' * 5001}",
+            '[attention] groups: expected a whole number from 1 to 240, or "auto", got such a',
+        ),
+        ('[attention]\n"a\\nb" = 1', "[attention] a\\nb: unknown key; "),
+        ('["a\\nb"]', "[a\\nb]: unknown section; "),
+        ('[model]\ndtype = "a\\nb"', '[model] dtype: expected "auto", '),
+        (f"[attention]\n{'x' * 9999} = 1", f"[attention] {'x' * 77}...: unknown key; "),
+        (f"[{'x' * 9999}]", f"[{'x' * 77}...]: unknown section; "),
+    ],
+)
+def test_hostile_toml_is_one_short_line(in_folder: Path, text: str, problem: str) -> None:
+    [line] = problems(write(text))
+    assert line.startswith(f"mine.toml: {problem}")
+    assert len(line) < 400
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"attention.groups={DIGITS}",
+        f"attention.groups=0x{'f' * 5001}",
+        f"attention.groups={DEEP}",
+        f"attention.{'x' * 9999}=1",
+        f"{'x' * 9999}.groups=1",
+        f"{'x' * 9999}=1",
+        "x" * 9999,
+        f"groups={DIGITS}",
+        "attention.groups=1\n2",
+        "attention.gro\nups=1",
+        "atten\ntion.groups=1",
+        "gro\nups=1",
+        "groups=1\n2",
+    ],
+)
+def test_hostile_overrides_are_one_short_line(override: str) -> None:
+    [line] = problems("cpu", override)
+    assert line.startswith("--set ")
+    assert len(line) < 400
+
+
+def test_thousands_of_problems_are_counted(in_folder: Path) -> None:
+    lines = problems(write("".join(f"key{i} = 1\n" for i in range(5000))))
+    assert len(lines) < 50
+    assert lines[-1].startswith("mine.toml: 49")
+    assert lines[-1].endswith("more problems like these")
+
+
+def test_only_files_and_pipes_of_a_sane_size_are_read(in_folder: Path) -> None:
+    assert "not a regular file" in problems("/dev/zero")[0]
+    with Path("mine.toml").open("wb") as file:
+        file.truncate(1 << 40)
+    assert problems("mine.toml") == [
+        "mine.toml: cannot be read: larger than 1 MiB; give a TOML file"
+    ]
+    reading, writing = os.pipe()  # as a shell's <(...) gives one
+    os.write(writing, b"[attention]\ngroups = 2")
+    os.close(writing)
+    assert load_topology(f"/dev/fd/{reading}").attention.groups == 2
+    os.close(reading)
+
+
+def test_a_home_that_is_not_known_is_a_usage_error(in_folder: Path) -> None:
+    topology = load_topology(write("[model]\npath = '~nosuchuser/m'"))
+    with pytest.raises(
+        UsageError, match=r"mine\.toml: \[model\] path: ~nosuchuser/m is in no home"
+    ):
+        topology.resolve("model", "path", topology.model.path)
