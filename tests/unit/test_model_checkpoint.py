@@ -376,9 +376,10 @@ def test_a_layer_without_its_experts_is_one_problem(tmp_path: Path) -> None:
     assert "hold 0 of layer 2" in problem
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     model = variant(tmp_path, "qwen3_moe", lambda tensors: tensors)
     (model / "tokenizer.json").touch(0)
+    if os.access(model / "tokenizer.json", os.R_OK):
+        pytest.skip("root may read everything")
     with pytest.raises(UsageError, match=r"tokenizer\.json cannot be read"):
         model_hash(model)

@@ -247,11 +247,12 @@ def test_what_cannot_be_reached_or_is_no_file(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may look everywhere")
 def test_a_folder_that_nobody_may_enter(tmp_path: Path) -> None:
     inner = tmp_path / "closed" / "model"
     inner.mkdir(parents=True)
     (tmp_path / "closed").chmod(0)
+    if os.access(tmp_path / "closed", os.X_OK):
+        pytest.skip("root may look everywhere")
     try:
         with pytest.raises(UsageError, match="Permission denied"):
             load_config(inner)
