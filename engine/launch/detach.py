@@ -34,6 +34,7 @@ def detach() -> Settle:
         os.close(writer)
         raise SystemExit(_await(child, reader))
     os.close(reader)
+    _close_all_but({0, 1, 2, writer})
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -55,6 +56,14 @@ def detach() -> Settle:
         os.close(writer)
 
     return settle
+
+
+def _close_all_but(kept: set[int]) -> None:
+    """What the caller's shell left open, a pipe perhaps, would be held as long as the instance."""
+    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if fd not in kept:
+            with contextlib.suppress(OSError):  # the folder's own descriptor is gone by now
+                os.close(fd)
 
 
 def _await(child: int, reader: int) -> int:

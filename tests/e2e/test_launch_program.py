@@ -5,6 +5,7 @@ leave behind.
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -269,6 +270,30 @@ def test_a_rank_that_dies_while_loading_is_named_and_its_logs_are_kept(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_a_detached_instance_holds_nothing_that_its_shell_left_open(
+    home: Path, model: Path
+) -> None:
+    reader, writer = os.pipe()
+    arguments = ("launch", "cpu", "--model", str(model), "--port", "0", "--detach", *SMALL)
+    done = subprocess.run(
+        [ASAPCTL, *arguments],
+        env=environment(home),
+        pass_fds=[writer],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    os.close(writer)
+    try:
+        assert select.select([reader], [], [], 10)[0], "somebody still holds the pipe"
+        assert os.read(reader, 1) == b""
+    finally:
+        os.close(reader)
+        assert run("stop", env=environment(home)).returncode == 0
+
+
 def test_who_detaches_and_is_ended_before_it_is_ready_takes_the_instance_along(
     number: signal.Signals, home: Path, model: Path
 ) -> None:
