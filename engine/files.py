@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from engine.echo import plain
 from engine.errors import UsageError
 
 MIB = 1 << 20
@@ -60,8 +61,11 @@ def exists(path: Path) -> bool:
 def absolute(path: str | Path, where: str, folder: Path | None = None) -> Path:
     """`path` with ~ expanded, counted from `folder` or else from the working folder.
 
-    Raises UsageError, which names `where`: ~ stands for a user who is not known.
+    Raises UsageError, which names `where`: ~ stands for a user who is not known, or the name holds
+    a line break, which no message could show.
     """
+    if len(str(path).splitlines()) > 1:
+        raise UsageError(f"{where}: {plain(str(path))} holds a line break; rename it")
     try:
         expanded = Path(path).expanduser()
     except RuntimeError:

@@ -221,6 +221,16 @@ def test_a_model_in_a_home_that_is_not_known(tmp_path: Path) -> None:
         plan_of("cpu", ["model.path=~nosuchuser/m"], None)
 
 
+@pytest.mark.parametrize("overrides", [[], ["attention.groups=0"]])
+def test_a_model_s_name_with_a_line_break(overrides: list[str]) -> None:
+    for given in ((overrides, "a\nb"), ([*overrides, "model.path=a\nb"], None)):
+        with pytest.raises(UsageError) as caught:
+            plan_of("cpu", *given)
+        lines = str(caught.value).splitlines()
+        assert r"a\nb holds a line break" in lines[-1]
+        assert len(lines) == 1 + len(overrides)
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "a/" + "x" * 300])
 def test_a_model_s_name_that_no_file_can_have(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
