@@ -269,7 +269,6 @@ def test_a_rank_that_dies_while_loading_is_named_and_its_logs_are_kept(
     assert run("logs", "another", env=environment(home)).returncode == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
 def test_a_detached_instance_holds_nothing_that_its_shell_left_open(
     home: Path, model: Path
 ) -> None:
@@ -294,6 +293,7 @@ def test_a_detached_instance_holds_nothing_that_its_shell_left_open(
         assert run("stop", env=environment(home)).returncode == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
 def test_who_detaches_and_is_ended_before_it_is_ready_takes_the_instance_along(
     number: signal.Signals, home: Path, model: Path
 ) -> None:
