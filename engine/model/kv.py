@@ -48,6 +48,11 @@ class PromptKV:
             whole[start : start + count] = part
         return tuple(whole[: start + count] for whole in stored)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held, over all layers."""
+        return sum(part.nbytes for parts in self._stored.values() for part in parts)
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything kept: "layers.{i}.{part}" to [length, ...]."""
         if any(filled != self.length for filled in self._filled) or not self.keep:

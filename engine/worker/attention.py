@@ -110,8 +110,8 @@ class AttentionLoop:
     def _advance(self, lane: Lane) -> None:
         assert lane.batch is not None
         batch, flops = lane.batch.id, lane.next_flops
-        self._meter.predict(flops)
-        self._link.report_if_due(self._computing)
+        self._meter.predict(flops, lane.next_file_bytes)
+        self._link.report_step(self._computing, self._meter.predicted_s)
         with self._meter.computing(batch, flops=flops):
             results = lane.advance()
         if results is not None:

@@ -88,7 +88,7 @@ class ExpertLoop:
     def _serve(self, item: WorkItem) -> None:
         flops = self._model.flops(item.p)
         self._meter.predict(flops)
-        self._link.report_if_due(self._computing)
+        self._link.report_step(self._computing, self._meter.predicted_s)
         span = self._recorder.span(
             "serve", item.batch, item.lane, item.layer, item.tile, item.group, item.n
         )

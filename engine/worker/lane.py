@@ -68,10 +68,18 @@ class Lane:
     @property
     def next_flops(self) -> float:
         """About how many floating-point operations `advance` will take."""
-        layer = self._layer + (self._exchange is not None)
-        if layer < self._model.config.layers:
-            return self._model.layer_flops(self._spans)
-        return sum(prompt.finish_flops(self._model) for prompt in self._prompts)
+        if self._finishes_next:
+            return sum(prompt.finish_flops(self._model) for prompt in self._prompts)
+        return self._model.layer_flops(self._spans)
+
+    @property
+    def next_file_bytes(self) -> int:
+        """How many bytes `advance` will write to disk: KV caches, after the last layer."""
+        return sum(p.file_bytes for p in self._prompts) if self._finishes_next else 0
+
+    @property
+    def _finishes_next(self) -> bool:
+        return self._layer + (self._exchange is not None) >= self._model.config.layers
 
     def start(self, batch: Batch, requests: Sequence[PrefillRequest]) -> None:
         """Takes a batch; `requests` belong to its segments, in order."""

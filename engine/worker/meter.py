@@ -9,6 +9,8 @@ from engine.worker.black_box import BlackBox
 # Of a rank that has computed nothing yet, in floating-point operations per second. Low: a step
 # that is predicted to take too long only makes a stall be noticed later.
 _FIRST_PACE = 1e9
+# Bytes per second of a slow disk or network file system.
+_DISK_PACE = 50e6
 
 
 class Meter:
@@ -31,9 +33,9 @@ class Meter:
             return self._waited
         return self._waited + time.perf_counter() - self._waits_since
 
-    def predict(self, flops: float) -> None:
-        """The next step takes so many floating-point operations."""
-        self.predicted_s = flops / self._pace
+    def predict(self, flops: float, file_bytes: int = 0) -> None:
+        """What the next step takes: floating-point operations, and bytes that it writes to disk."""
+        self.predicted_s = flops / self._pace + file_bytes / _DISK_PACE
 
     @contextmanager
     def computing(self, batch: int, tokens: int = 0, flops: float = 0.0) -> Iterator[None]:

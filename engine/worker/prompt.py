@@ -39,6 +39,11 @@ class Prompt:
         rows = 1 if self.request.prompt_logprobs is None else len(self.request.token_ids)
         return 2.0 * rows * model.config.hidden_size * model.config.vocab_size
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of the KV cache that `finish` writes."""
+        return 0 if self.request.kv_path is None else self.kv.nbytes
+
     def finish(
         self, span: Span, hidden: Tensor, model: AttentionModel, kv_metadata: Mapping[str, str]
     ) -> PrefillResult | None:

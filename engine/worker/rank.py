@@ -104,10 +104,12 @@ class ControlLink:
         """Ends a recording."""
         self.send(Spans(RankSpans(self._spec.id, os.getpid(), *recorder.take())))
 
-    def report_if_due(self, progress: Callable[[], Progress]) -> None:
-        """To be called with every step."""
+    def report_step(self, progress: Callable[[], Progress], predicted_s: float) -> None:
+        """To be called before every step. A report goes out now and then, and before a long step:
+        during that, nothing will be heard of this rank.
+        """
         self._stale = True
-        if time.monotonic() >= self._report_at:
+        if time.monotonic() >= self._report_at or predicted_s > _REPORT_EVERY_S:
             self.report(progress)
 
     def wait(

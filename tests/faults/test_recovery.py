@@ -146,9 +146,7 @@ def test_a_rank_that_always_dies_ends_the_instance(tmp_path: Path) -> None:
     for file in checkpoint(FAMILY).iterdir():
         (model_dir / file.name).write_bytes(file.read_bytes())
     with (
-        pytest.raises(
-            RunError, match=r"expert 0 died too often.*holds no weights"
-        ),
+        pytest.raises(RunError, match=r"expert 0 died too often.*holds no weights"),
         instance(model_dir, layout(1, 1)) as client,
     ):
         (model_dir / "model.safetensors").unlink()

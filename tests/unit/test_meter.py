@@ -31,3 +31,9 @@ def test_a_wait_counts_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None
     with meter.computing(batch=1, tokens=7):
         clock.now += 2.0
     assert (meter.wait_seconds, meter.busy_seconds, meter.tokens) == (4.0, 2.0, 7)
+
+
+def test_what_is_written_to_disk_counts_in_a_prediction() -> None:
+    meter = Meter(BlackBox(create_black_box()))
+    meter.predict(0.0, file_bytes=10**9)
+    assert meter.predicted_s >= 10
