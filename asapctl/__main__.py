@@ -5,6 +5,9 @@ from engine.launch.signals import handled_by, leave
 
 def main() -> None:
     with handled_by(leave):  # nothing has begun that an exception would have to end in order
+        from asapctl import standard_streams
+
+        standard_streams.prepare()
         from asapctl.cli import run
     run()
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asapctl.options import Model, Overrides, Topology
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,21 +19,9 @@ if TYPE_CHECKING:
 
 
 def check(
-    topology: Annotated[
-        str, typer.Argument(help="A topology file, or the name of a packaged one.")
-    ] = "cpu",
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="The checkpoint, in place of the topology's.", show_default=False
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a key of the topology, as often as needed."
-        ),
-    ] = None,
+    topology: Topology = "cpu",
+    model: Model = None,
+    overrides: Overrides = None,
     kv_dir: Annotated[
         Path | None,
         typer.Option(
@@ -80,11 +70,13 @@ def check(
 def _print_json(plan: Plan, notes: list[str]) -> None:
     import json
 
+    from engine.echo import encodable
+
     schedule = plan.topology.schedule
     typer.echo(
         json.dumps(
             {
-                "topology": plan.topology.source,
+                "topology": encodable(plan.topology.source),
                 "model": str(plan.model_dir),
                 "architecture": plan.config.architecture,
                 "layers": plan.config.layers,

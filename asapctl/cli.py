@@ -5,6 +5,7 @@ interrupted, 143 terminated.
 """
 
 import functools
+import inspect
 import os
 import signal
 import sys
@@ -65,8 +66,7 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
                 _check_working_folder()
             return command(*args, **kwargs)
         except AsapError as error:
-            for line in str(error).splitlines():
-                typer.echo(f"error: {line}", err=True)
+            _show(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             raise typer.Exit(128 + signal.SIGINT) from None
@@ -85,9 +85,20 @@ def _check_working_folder() -> None:
         ) from None
 
 
+def _show(error: AsapError) -> None:
+    for line in str(error).splitlines():
+        typer.echo(f"error: {line}", err=True)
+
+
+def _summary(command: Callable[..., Any]) -> str:
+    """The first sentence of the help: whole, where typer would cut it to fit on a line."""
+    first = inspect.cleandoc(command.__doc__ or "").partition("\n\n")[0]
+    return " ".join(first.split())
+
+
 # In the order of the help. These modules import what they need when they run.
 for command in (prefill, launch, ps, status, trace, logs, stop, check):
-    app.command(command.__name__)(_reported(command))
+    app.command(command.__name__, short_help=_summary(command))(_reported(command))
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
@@ -100,5 +111,8 @@ def run() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         app()
+    except AsapError as error:  # of typer's own output: the help
+        _show(error)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -5,8 +5,10 @@ from typing import Annotated
 
 import typer
 
+from asapctl.options import Model, Overrides, Topology
+
 _EXAMPLES = """
-Start an instance that serves prefill over HTTP (OpenAI-compatible), until it is told to stop.
+Start an instance that serves prefill over OpenAI-compatible HTTP.
 
 Examples:
 
@@ -24,19 +26,9 @@ Exit codes: 0 stopped (or, with --detach, ready), 1 it failed, 2 usage, 130 inte
 
 
 def launch(
-    topology: Annotated[
-        str, typer.Argument(help="A topology file, or the name of a packaged one.")
-    ] = "cpu",
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Checkpoint folder. Default: the topology's, or a demo."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a key of the topology; repeatable."
-        ),
-    ] = None,
+    topology: Topology = "cpu",
+    model: Model = None,
+    overrides: Overrides = None,
     host: Annotated[
         str | None,
         typer.Option(metavar="H", help="Serve on this address. Beyond loopback needs an API key."),

@@ -5,12 +5,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from asapctl import units
 from engine.control.messages import Snapshot
+from engine.errors import RunError
 from engine.topology.ranks import RankId
 
 if TYPE_CHECKING:
@@ -62,7 +64,10 @@ class LaunchView:
 
     def ready(self, name: str, url: str, logs: Path) -> None:
         self._end_live()
-        Console(highlight=False, soft_wrap=True).print(Text(f"{name} {url}"))
+        try:
+            typer.echo(f"{name} {url}")
+        except RunError as error:  # no reason to end what serves
+            self.note(f"{error}; {name} serves at {url}")
         if self._settle is not None:
             self._settle(logs / "supervisor.log")
             self._console = Console(stderr=True, highlight=False, soft_wrap=True)

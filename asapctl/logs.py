@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from asapctl.options import Name
+from asapctl.standard_streams import ReaderGoneError
 
 if TYPE_CHECKING:
     from engine.launch.logs import Line
 
 
 def logs(
-    name: Annotated[
-        str | None, typer.Argument(help="Which instance; may be left out if there is only one.")
-    ] = None,
+    name: Name = None,
     rank: Annotated[
         str | None,
         typer.Option(
@@ -28,7 +29,7 @@ def logs(
         bool, typer.Option("-f", "--follow", help="Go on until the instance ends.")
     ] = False,
 ) -> None:
-    """Print the logs of an instance, of all its processes in the order of time.
+    """Print the logs of an instance: all its processes in order of time.
 
     Of an instance that is gone, the logs of its last failure.
 
@@ -64,9 +65,6 @@ def _find(name: str | None) -> tuple[Path, Callable[[], bool]]:
 
 
 def _print(lines: Iterable[Line], prefix: bool) -> None:
-    try:
+    with suppress(ReaderGoneError):  # `| head` has seen enough
         for line in lines:
             sys.stdout.write(f"{line.source:11} | {line.text}\n" if prefix else f"{line.text}\n")
-            sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

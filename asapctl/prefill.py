@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from asapctl.options import Model, Overrides
+
 _EXAMPLES = """
 Prefill a JSONL file of prompts; one line of results for each.
 
@@ -31,24 +33,16 @@ def prefill(
             "-o",
             "--output",
             metavar="FILE",
-            help="Where results go; - is standard output. Default: INPUT with .results.jsonl for "
-            "its ending.",
+            help="Where results go; - is standard output. Default: beside INPUT, as "
+            "INPUT.results.jsonl.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Checkpoint folder. Default: the topology's, or a demo."),
-    ] = None,
+    model: Model = None,
     topology: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Topology file, or the name of one that is packaged."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a key of the topology; repeatable."
-        ),
-    ] = None,
+    overrides: Overrides = None,
     logprobs: Annotated[
         int | None,
         typer.Option(metavar="K", help="Report the K likeliest first tokens (0 to 20)."),

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from asapctl.interrupts import uninterrupted
 from engine.control.messages import Snapshot
-from engine.errors import RunError
+from engine.files import exists, is_file
 from engine.offline.paths import STANDARD, named_output
 from engine.offline.stats import Summary, Tally, plural
 
@@ -80,9 +80,9 @@ def may_draw(source: str, output: str | None) -> bool:
     """
     if source == STANDARD and os.isatty(0):
         return False
-    path = named_output(Path(source) if Path(source).is_file() else None, output)
+    path = named_output(Path(source) if is_file(Path(source)) else None, output)
     if path is not None:
-        return path.is_file() or not path.exists()
+        return is_file(path) or not exists(path)
     try:
         return stat.S_ISREG(os.fstat(1).st_mode)
     except OSError:
@@ -175,14 +175,5 @@ def duration(seconds: float) -> str:
 
 
 def print_json(summary: Summary) -> None:
-    """One line on standard output. Raises RunError when nobody reads it."""
-    try:
-        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise RunError("standard output was closed before the summary was printed") from None
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise RunError(f"standard output: cannot write the summary: {error.strerror}") from None
+    """One line on standard output."""
+    sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")

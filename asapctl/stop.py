@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
+from asapctl.options import Name
+
 
 def stop(
-    name: Annotated[
-        str | None, typer.Argument(help="Which instance; may be left out if there is only one.")
-    ] = None,
+    name: Name = None,
     now: Annotated[
         bool, typer.Option("--now", help="Do not let it finish the requests that it has.")
     ] = False,
@@ -17,9 +17,10 @@ def stop(
         typer.Option(metavar="S", min=0, help="Give up waiting after so many seconds."),
     ] = None,
 ) -> None:
-    """Stop an instance: it takes no more requests, finishes those it has, and ends.
+    """Stop an instance, once it has finished the requests that it has.
 
-    Returns when it is gone. A prefill run ends at once; its results so far stay.
+    It takes no more of them. Returns when it is gone. A prefill run ends at once; its results so
+    far stay.
 
     Example: asapctl stop mine --timeout 60 || asapctl stop mine --now
 

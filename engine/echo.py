@@ -1,5 +1,7 @@
 """Text from outside, fit for a message: short, and on one line."""
 
+from pathlib import Path
+
 MOST = 80
 
 
@@ -19,6 +21,16 @@ def shown(value: object, most: int = MOST) -> str:
         return cut(ascii(value) if isinstance(value, str) else repr(value), most)
     except (RecursionError, ValueError):  # deeper, or a number with more digits, than Python shows
         return "such a value"
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether the name is text; to the system it is just bytes."""
+    return encodable(str(path)) == str(path)
+
+
+def encodable(text: str) -> str:
+    """`text`, fit for UTF-8: a file's name may hold bytes that are no character."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _printable(character: str) -> str:

@@ -16,6 +16,7 @@ import zmq
 from engine.control.client import Client
 from engine.control.controller import ControllerSpec
 from engine.control.messages import Snapshot, Supervise
+from engine.echo import encodable
 from engine.errors import RunError
 from engine.launch.listen import url_of
 from engine.launch.plan import Plan
@@ -154,7 +155,7 @@ def start_instance(
             pid=os.getpid(),
             command=command,
             model=str(plan.model_dir),
-            topology=plan.topology.source,
+            topology=encodable(plan.topology.source),
             started=time.time(),
             controller=instance.address,
             url=None if listener is None else url_of(listener),

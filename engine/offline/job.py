@@ -17,7 +17,13 @@ from engine.errors import UsageError
 from engine.kv.folder import check_folder
 from engine.kv.manifest import Manifest
 from engine.offline.lines import LineReader
-from engine.offline.output import Output, check_output, open_output, standard_output
+from engine.offline.output import (
+    Output,
+    check_output,
+    check_standard_output,
+    open_output,
+    standard_output,
+)
 from engine.offline.paths import (
     Input,
     check_start,
@@ -71,12 +77,16 @@ def run_job(options: Options, watcher: Watcher) -> Summary:
         output = stack.enter_context(standard_output() if target is None else open_output(target))
         kv = _open_kv(plan, options, stack)
         done = take_stock(output, fingerprint, options.overwrite, needs_kv=kv is not None)
-        bytes_before = check_unchanged(source, done, output.name)
+        bytes_before = check_unchanged(source, done, output.name, chosen=options.output is not None)
         if done.lost:
             watcher.note(f"{plural(done.lost, 'KV file')} gone: their prompts are computed again")
 
         runner = Runner(
-            LineReader(source.fd, check_start=lambda data: check_start(data, source.name)),
+            LineReader(
+                source.fd,
+                check_start=lambda data: check_start(data, source.name),
+                name=source.name,
+            ),
             Parser(_limits(plan, options), tokenizer),
             RecordWriter(
                 AnswerWriter(
@@ -175,6 +185,8 @@ def _check_target(options: Options, source: Input | None) -> Path | None:
         raise UsageError(
             "--json takes standard output, where the results would go; name a file for them with -o"
         )
+    if target is None or not options.results_on_stdout:
+        check_standard_output()
     return target
 
 
@@ -216,7 +228,7 @@ def _window(plan: "Plan") -> Window:
 
 def _fingerprint(plan: "Plan", options: Options) -> str:
     """Of all that a result depends on besides its line: the model, and the options in effect."""
-    kv_dir = os.path.realpath(options.kv_dir) if options.kv_dir is not None else None
+    kv_dir = os.fsencode(os.path.realpath(options.kv_dir)) if options.kv_dir is not None else None
     decisive = (plan.dtype, options.logprobs, options.prompt_logprobs, kv_dir)
     digest = hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()
     return f"fp_{plan.model_hash[:8]}_{digest[:8]}"

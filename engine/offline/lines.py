@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from engine.errors import RunError
+
 MAX_LINE_BYTES = 64 << 20
 _CHUNK = 1 << 18
 _BOM = b"\xef\xbb\xbf"
@@ -38,9 +40,11 @@ class LineReader:
         fd: int,
         limit: int = MAX_LINE_BYTES,
         check_start: Callable[[bytes], None] = lambda data: None,
+        name: str = "the input",
     ) -> None:
         """check_start: sees the first bytes before anything is taken, and may raise."""
         self._fd = fd
+        self._name = name
         self._check_start: Callable[[bytes], None] | None = check_start
         self._limit = limit
         self._buffer = bytearray()
@@ -106,10 +110,15 @@ class LineReader:
         self._scanned = 0
 
     def _fill(self) -> bool:
-        """Read what is there; False when that is nothing for now."""
+        """Read what is there; False when that is nothing for now. Raises RunError."""
         if not select.select([self._fd], [], [], 0)[0]:
             return False
-        chunk = os.read(self._fd, _CHUNK)
+        try:
+            chunk = os.read(self._fd, _CHUNK)
+        except BlockingIOError:  # another reader was faster
+            return False
+        except OSError as error:
+            raise RunError(f"{self._name}: cannot read: {error.strerror}") from None
         if self._check_start is not None:
             self._check_start(chunk)
             self._check_start = None

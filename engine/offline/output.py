@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from engine.errors import RunError, UsageError
+from engine.streams import is_writable, write_all
 
 
 class Output:
@@ -32,9 +33,7 @@ class Output:
         """Write one whole line. Raises RunError when that fails; then nothing of it stays."""
         start = os.lseek(self.fd, 0, os.SEEK_END) if self._may_cut else 0
         try:
-            left = memoryview(line)
-            while left:
-                left = left[os.write(self.fd, left) :]
+            write_all(self.fd, line)
         except BaseException as error:
             if self._may_cut:
                 os.ftruncate(self.fd, start)
@@ -69,53 +68,62 @@ class Output:
 
 def check_output(path: Path) -> None:
     """Raises UsageError when `open_output` could not open `path`; leaves no trace."""
-    real = Path(os.path.realpath(path))
-    target = real if real.exists() else real.parent
-    if real.is_dir():
-        error: OSError | None = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    elif not target.exists():
-        error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    elif not target.is_dir() and target != real:
-        error = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    elif not os.access(target, os.W_OK):
-        error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    else:
-        error = None
-    if error is not None:
-        raise _unusable(path, real, error)
+    try:
+        target = path
+        if not _is_there(path):
+            target = Path(os.path.realpath(path)).parent
+            if not stat.S_ISDIR(target.stat().st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        elif path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unusable(path, error) from None
 
 
 def open_output(path: Path) -> Output:
     """Open `path` for appending, creating it; hold its lock. Raises UsageError.
 
-    The path that is opened is the real one, so that replacing the file keeps links to it.
+    The path that is opened is the real one, so that replacing the file keeps links to it. What is
+    no file of that name (a pipe, a device, /dev/stdout) is opened as it is named.
     """
-    real = Path(os.path.realpath(path))
-    while True:
-        created = not real.exists()
-        try:
-            fd = _open(real)
-        except OSError as error:
-            raise _unusable(path, real, error) from None
-        output = Output(fd, str(path), real, created=created)
-        if not output.regular or _lock(fd, real):
-            return output
-        os.close(fd)  # replaced by another run between opening and locking: open the new one
+    try:
+        real = Path(os.path.realpath(path))
+        while True:
+            created = not _is_there(path)
+            if not created and not real.is_file():
+                return Output(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), str(path))
+            fd = os.open(real, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            if _lock(fd, real):
+                return Output(fd, str(path), real, created=created)
+            os.close(fd)  # replaced by another run between opening and locking: open the new one
+    except OSError as error:
+        raise _unusable(path, error) from None
 
 
-def _open(real: Path) -> int:
-    flags = os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    if real.exists() and not real.is_file():
-        return os.open(real, os.O_WRONLY | flags, 0o666)
-    return os.open(real, os.O_RDWR | flags, 0o666)
+def _is_there(path: Path) -> bool:
+    """Raises OSError when that cannot be told."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
-def _unusable(path: Path, real: Path, error: OSError) -> UsageError:
+def _unusable(path: Path, error: OSError) -> UsageError:
     if error.errno == errno.ENOENT:
-        reason = f"there is no folder {real.parent}; make it, or choose another -o"
+        folder = Path(os.path.realpath(path)).parent
+        reason = f"there is no folder {folder}; make it, or choose another -o"
     else:
         reason = f"{error.strerror}; choose another -o"
     return UsageError(f"{path}: cannot write results here: {reason}")
+
+
+def check_standard_output() -> None:
+    """Raises UsageError when nothing can be written there."""
+    if not is_writable(1):
+        raise UsageError("standard output is closed; open it, or name a file for results with -o")
 
 
 def standard_output() -> Output:

@@ -13,6 +13,7 @@ from engine.errors import UsageError
 from engine.offline.forms import read_line
 from engine.offline.lines import LineReader
 from engine.offline.resume import Done, changed_line
+from engine.streams import is_readable
 
 STANDARD = "-"
 
@@ -46,32 +47,42 @@ class Input(msgspec.Struct, frozen=True):
 
 def open_input(name: str) -> Input:
     """`name`, or standard input for `-`. Raises UsageError: not there, a folder, empty."""
-    if name == STANDARD:
-        try:
-            fd = os.dup(sys.stdin.fileno())
-        except (AttributeError, OSError, ValueError):
-            raise UsageError("standard input is closed; give a file of prompts") from None
-        label, path = "standard input", None
-    else:
-        label, path = name, Path(name)
-        if path.is_dir():
-            raise UsageError(f"{name} is a folder; give a file of prompts, one JSON object a line")
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise UsageError(f"{name}: cannot read the input: {reason}") from None
+    label, path = ("standard input", None) if name == STANDARD else (name, Path(name))
+    try:
+        fd = _open_stdin() if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise _unreadable(label, error) from None
     status = os.fstat(fd)
     regular = stat.S_ISREG(status.st_mode)
-    if regular:
-        try:
+    try:
+        if stat.S_ISDIR(status.st_mode):
+            raise UsageError(f"{label} is a folder; give a file of prompts, one JSON object a line")
+        if regular:
             if status.st_size == 0:
                 raise no_prompts(label)
             check_start(os.pread(fd, _START, os.lseek(fd, 0, os.SEEK_CUR)), label)
-        except UsageError:
-            os.close(fd)
-            raise
+    except OSError as error:
+        os.close(fd)
+        raise _unreadable(label, error) from None
+    except UsageError:
+        os.close(fd)
+        raise
     return Input(fd, label, status.st_size if regular else None, path if regular else None)
+
+
+def _open_stdin() -> int:
+    try:
+        fd = sys.stdin.fileno()
+    except (AttributeError, ValueError):
+        fd = -1
+    if not is_readable(fd):
+        raise UsageError("standard input is closed; give a file of prompts")
+    return os.dup(fd)
+
+
+def _unreadable(label: str, error: Exception) -> UsageError:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return UsageError(f"{label}: cannot read the input: {reason}")
 
 
 def check_start(data: bytes, name: str) -> None:
@@ -98,13 +109,17 @@ def no_prompts(name: str) -> UsageError:
 def named_output(source: Path | None, given: str | None) -> Path | None:
     """Where results go by the words of the command; None for standard output.
 
-    source: the input where it is a regular file.
+    source: the input where it is a regular file. Of all endings only .jsonl is left out of the
+    output's name, so that inputs that differ in their endings do not share one.
     """
     if given == STANDARD:
         return None
     if given is not None:
         return Path(given)
-    return None if source is None else source.with_suffix(".results.jsonl")
+    if source is None:
+        return None
+    stem = source.stem if source.suffix == ".jsonl" else source.name
+    return source.with_name(f"{stem}.results.jsonl")
 
 
 def choose_output(source: Input, given: str | None) -> Path | None:
@@ -117,8 +132,11 @@ def choose_output(source: Input, given: str | None) -> Path | None:
     return path
 
 
-def check_unchanged(source: Input, done: Done, output: str) -> int:
+def check_unchanged(source: Input, done: Done, output: str, chosen: bool = True) -> int:
     """Refuse, before anything is computed, an input whose done lines have changed since.
+
+    chosen: the user has named the output. Otherwise one that holds nothing of this input is refused
+    too: it is the output of another one, whose name is like this one's.
 
     Returns how many bytes of the input the done lines take. Only a regular file can be read twice;
     lines of a pipe are compared as they come, and count 0 here.
@@ -129,7 +147,7 @@ def check_unchanged(source: Input, done: Done, output: str) -> int:
     size = 0
     fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        reader = LineReader(fd)
+        reader = LineReader(fd, name=source.name)
         while (line := reader.take()) is not None:
             origin, _ = read_line(line)
             key = id_hash(origin.custom_id)
@@ -141,6 +159,11 @@ def check_unchanged(source: Input, done: Done, output: str) -> int:
             seen.add(key)
     finally:
         os.close(fd)
+    if not size and not chosen:
+        raise UsageError(
+            f"{output} holds results, but none of {source.name}; choose another output with -o, or "
+            "start anew with --overwrite"
+        )
     return size
 
 

@@ -1,5 +1,6 @@
 """What an existing output already holds: done lines stay, failed and torn ones are done again."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +118,8 @@ def _has_kv(record: _Record) -> bool:
 def _drop(output: Output, done: Done) -> None:
     """Rewrite the file with what is done: a copy first, then one rename."""
     assert output.path is not None
-    copy = output.path.with_name(output.path.name + ".asapctl-tmp")
+    # A short name: that of the output may be as long as names can be.
+    copy = output.path.with_name(f".{_hash(output.path.name)}.asapctl-tmp")
     copy.unlink(missing_ok=True)
     try:
         mode = os.fstat(output.fd).st_mode & 0o777
@@ -138,6 +140,10 @@ def _drop(output: Output, done: Done) -> None:
     except RunError:
         copy.unlink(missing_ok=True)
         raise
+
+
+def _hash(name: str) -> str:
+    return hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
 
 
 def _lines(fd: int) -> Iterator[tuple[int, int, bytes]]:

@@ -7,6 +7,7 @@ import msgspec
 
 from engine.control.durations import Durations
 from engine.control.messages import RankStatus
+from engine.echo import encodable
 
 
 class Tally:
@@ -141,8 +142,8 @@ def summarize(
         ranks=shares,
         model=model,
         dtype=dtype,
-        topology=topology,
-        output=output,
+        topology=encodable(topology),
+        output=encodable(output),
     )
 
 

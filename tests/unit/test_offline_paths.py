@@ -27,7 +27,8 @@ def opened(path: Path) -> Input:
     [
         ("in.jsonl", "in.results.jsonl"),
         ("in", "in.results.jsonl"),
-        ("a.b.json", "a.b.results.jsonl"),
+        ("a.b.json", "a.b.json.results.jsonl"),
+        ("a.jsonl.gz", "a.jsonl.gz.results.jsonl"),
     ],
 )
 def test_results_go_beside_the_input(tmp_path: Path, name: str, expected: str) -> None:
