@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.echo import is_utf8
 from engine.errors import UsageError
 from engine.files import absolute, exists
 from engine.launch.machine import read_machine
@@ -47,11 +48,13 @@ def plan_of(
     model: str | Path | None,
     *,
     keep_kv: bool | Callable[[Topology], bool] = False,
+    on_topology: Callable[[Topology], None] = lambda topology: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> "Plan":
     """The plan for a topology (a file, or a packaged one's name) and a model (None: its own).
 
-    Raises UsageError with every problem of both, one a line.
+    on_topology: what else has to be looked after in a topology that has been read; it may raise
+    UsageError. Raises UsageError with every problem of all of it, one a line.
     """
     try:
         loaded = load_topology(topology, overrides)
@@ -62,12 +65,34 @@ def plan_of(
         except UsageError as more:
             problems.append(str(more))
         raise UsageError("\n".join(problems)) from None
-    _check_local(loaded, model)
-    import_torch()
-    from engine.launch.plan import make_plan
+    found = Problems()
+    plan = None
+    with found.gathered():
+        on_topology(loaded)
+    with found.gathered():
+        _check_local(loaded, model)
+        import_torch()
+        from engine.launch.plan import make_plan
 
-    model_dir = find_model_dir(loaded, model, on_note)
-    return make_plan(loaded, model_dir, keep_kv(loaded) if callable(keep_kv) else keep_kv)
+        model_dir = _find(loaded, model, on_note)
+        plan = make_plan(loaded, model_dir, keep_kv(loaded) if callable(keep_kv) else keep_kv)
+    found.raise_all()
+    assert plan is not None
+    return plan
+
+
+def _find(
+    topology: Topology,
+    model: str | Path | None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Path:
+    model_dir = find_model_dir(topology, model, on_note)
+    if not is_utf8(model_dir):
+        raise UsageError(
+            f"model directory {model_dir}: the path is not UTF-8, and what reads models takes no "
+            "other; rename it, or give a link to it with --model"
+        )
+    return model_dir
 
 
 def _check_rest(topology: Topology | None, model: str | Path | None) -> None:
@@ -84,7 +109,7 @@ def _check_rest(topology: Topology | None, model: str | Path | None) -> None:
     from engine.launch.plan import make_plan
 
     machine = dataclasses.replace(read_machine(), memory_bytes=2**62)
-    make_plan(topology, find_model_dir(topology, model), machine=machine)
+    make_plan(topology, _find(topology, model), machine=machine)
 
 
 def _check_local(topology: Topology, model: str | Path | None) -> None:

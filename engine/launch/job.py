@@ -1,10 +1,11 @@
 """One `asapctl launch` put together: checks, the port, the plan, the instance, and its life."""
 
+import socket
 import time
 from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,12 +13,15 @@ import msgspec
 from engine.control.client import Client
 from engine.control.messages import Snapshot
 from engine.errors import RunError
+from engine.launch.checks import Problems, plan_of
 from engine.launch.listen import api_key, open_listener, url_of
-from engine.launch.model_dir import find_model_dir
 from engine.launch.registry import DEFAULT_NAME, check_free
 from engine.launch.runtime_folder import base_folder
-from engine.launch.signals import import_torch
-from engine.topology.load import DEFAULT_TOPOLOGY, load_topology
+from engine.topology.load import DEFAULT_TOPOLOGY
+from engine.topology.schema import Topology
+
+if TYPE_CHECKING:
+    from engine.launch.plan import Plan
 
 _LOOK_S = 0.5
 _POLL_S = 0.05
@@ -54,22 +58,16 @@ def run_launch(options: Options, watcher: Watcher) -> None:
     """Runs an instance until it is told to quit. Raises UsageError before anything is started,
     RunError when a process of it failed.
     """
-    check_free(options.name)
-    topology = load_topology(options.topology, options.overrides)
     with ExitStack() as stack:
-        listener = stack.enter_context(open_listener(topology))
-        import_torch()
-        model_dir = find_model_dir(topology, options.model, watcher.note)
+        plan, listener = _prepare(options, watcher, stack)
 
         from engine.launch.instance import start_instance
-        from engine.launch.plan import make_plan
         from engine.serve.spec import http_spec
 
-        plan = make_plan(topology, model_dir, keep_kv=topology.serve.kv_dir is not None)
         for note in plan.notes:
             watcher.note(note)
         host, port = listener.getsockname()[:2]
-        spec = http_spec(plan, host=host, port=port, api_key=api_key(topology))
+        spec = http_spec(plan, host=host, port=port, api_key=api_key(plan.topology))
         client = stack.enter_context(
             start_instance(
                 plan,
@@ -88,6 +86,34 @@ def run_launch(options: Options, watcher: Watcher) -> None:
         except RunError as error:
             watcher.failed(error)
             raise
+
+
+def _prepare(options: Options, watcher: Watcher, stack: ExitStack) -> tuple["Plan", socket.socket]:
+    """The plan, and the socket to serve on, bound before anything is started.
+
+    Raises UsageError with every problem at once.
+    """
+    problems = Problems()
+    listeners = []
+
+    def listen(topology: Topology) -> None:
+        listeners.append(stack.enter_context(open_listener(topology)))
+
+    plan = None
+    with problems.gathered():
+        check_free(options.name)
+    with problems.gathered():
+        plan = plan_of(
+            options.topology,
+            options.overrides,
+            options.model,
+            keep_kv=lambda topology: topology.serve.kv_dir is not None,
+            on_topology=listen,
+            on_note=watcher.note,
+        )
+    problems.raise_all()
+    assert plan is not None
+    return plan, listeners[0]
 
 
 def _await_http(client: Client, url: str) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from engine.launch.budget import BASE_BYTES, Layout, show_bytes
 from engine.launch.machine import Machine
 from engine.model.architecture import ModelConfig
-from engine.topology.schema import Topology
+from engine.topology.schema import MOST_PEERS, Topology
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -17,8 +17,6 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 AUTO_PROCESSES = 8
 AUTO_WINDOW_SHARE = 8  # automatic windows take at most an eighth of the memory
 LEAST_WINDOW = 64
-# A rank is handed the descriptors of all its windows in one message, and Linux passes at most 253.
-MOST_PEERS = 240
 FILES_PER_PROCESS = 8
 
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from engine.comm.packets import packet_pair
-from engine.errors import RunError
+from engine.errors import AsapError, RunError, UsageError
 from engine.launch import zygote
 from engine.launch.kept_logs import keep_logs
 from engine.launch.runtime_folder import living_folders, remove_when_free
@@ -52,7 +52,7 @@ class Supervisor:
         self.on_exit: Callable[[Exit], None] = _fail
         self._titles: dict[int, str] = {}
         self._spawning: list[str] = []
-        self._failure: RunError | None = None
+        self._failure: AsapError | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
         self._in_flight = 0
 
@@ -145,7 +145,7 @@ class Supervisor:
     def end(self) -> None:
         """Ends every process and removes the runtime folder. Never raises; may be repeated."""
         with handled_by(signal.SIG_IGN):
-            if self._failure is not None:
+            if self._failure is not None and self._identity is not None:
                 self._keep_logs()
             self._link.close()
             if self._zygote is not None:
@@ -188,8 +188,8 @@ class Supervisor:
                     self.on_exit(Exit(title, code, self._describe(title, pid, code)))
                 except RunError as error:
                     self._failure = error
-            case zygote.Failed(reason):
-                self._failure = RunError(reason)
+            case zygote.Failed(reason, of_usage):
+                self._failure = UsageError(reason) if of_usage else RunError(reason)
             case None:
                 assert self._zygote is not None
                 code = self._zygote.wait()

@@ -26,6 +26,7 @@ from typing import NoReturn, TypeAlias
 import msgspec
 
 from engine.comm.packets import receive_packet, send_packet
+from engine.launch.registry import taken
 from engine.launch.runtime_folder import create_folder, remove_folder
 
 _PR_SET_PDEATHSIG = 1
@@ -63,9 +64,10 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The zygote itself cannot go on."""
+    """The zygote itself cannot go on. of_usage: because of what its user asked for."""
 
     reason: str
+    of_usage: bool = False
 
 
 Event: TypeAlias = Started | Spawned | Exited | Failed
@@ -204,6 +206,9 @@ def main(fd: int, name: str) -> None:
     link = socket.socket(fileno=fd)
     try:
         folder = create_folder(name)
+    except FileExistsError:  # another one was faster
+        link.send(msgspec.msgpack.encode(Failed(taken(name), of_usage=True)))
+        return
     except OSError as error:
         link.send(msgspec.msgpack.encode(Failed(f"cannot make the runtime folder: {error}")))
         return

@@ -4,6 +4,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.echo import is_utf8
+from engine.errors import UsageError
+
 if TYPE_CHECKING:
     from engine.launch.plan import Plan
 
@@ -72,8 +75,12 @@ def _kv_folder(plan: "Plan") -> KvFolder | None:
     from engine.model.sizes import kv_bytes_per_token
 
     width = 4 if plan.dtype == "float32" else 2
+    folder = plan.topology.resolve("serve", "kv_dir", serve.kv_dir)
+    if not is_utf8(folder):
+        where = plan.topology.where("serve", "kv_dir")
+        raise UsageError(f"{where}: {folder}: answers name its files, so it must be UTF-8")
     return KvFolder(
-        path=str(plan.topology.resolve("serve", "kv_dir", serve.kv_dir)),
+        path=str(folder),
         max_bytes=round(serve.kv_max_gb * 1e9),
         max_age_s=serve.kv_max_age_s,
         bytes_per_token=kv_bytes_per_token(plan.config, width),

@@ -19,6 +19,8 @@ def events(body: dict[str, Any], options: StreamOptions) -> bytes:
     chunks = [
         {**common, "choices": [_delta(choice) if chat else choice]} for choice in body["choices"]
     ]
+    if "prompt_token_ids" in body:  # a chat's; a completion has it in its choices
+        chunks[0]["prompt_token_ids"] = body["prompt_token_ids"]
     if "kv_transfer_params" in body:
         chunks[-1]["kv_transfer_params"] = body["kv_transfer_params"]
     if options.include_usage:
