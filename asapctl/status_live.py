@@ -14,6 +14,7 @@ import zmq
 from rich.console import Console, Group
 from rich.live import Live
 
+from asapctl.interrupts import uninterrupted
 from asapctl.keys import Keys
 from asapctl.status_view import StatusView, health_of, is_good
 from engine.control.client import Client
@@ -106,20 +107,27 @@ class _Screen:
     def __enter__(self) -> "_Screen":
         before = signal.signal(signal.SIGTSTP, self._on_suspend)
         self._stack.callback(signal.signal, signal.SIGTSTP, before)
-        self._open()
+        try:
+            with uninterrupted():
+                self._open()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        with uninterrupted():
+            self._stack.close()
 
     def draw(self, group: Group) -> None:
-        if self._suspend:
-            self._suspend = False
-            self._taken.close()
-            os.kill(os.getpid(), signal.SIGSTOP)
-            self._open()
-        assert self._live is not None
-        self._live.update(group, refresh=True)
+        with uninterrupted():
+            if self._suspend:
+                self._suspend = False
+                self._taken.close()
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._open()
+            assert self._live is not None
+            self._live.update(group, refresh=True)
 
     def _open(self) -> None:
         taken = ExitStack()
