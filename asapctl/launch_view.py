@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from asapctl import units
+from asapctl.interrupts import uninterrupted
 from engine.control.messages import Snapshot
 from engine.errors import RunError
 from engine.topology.ranks import RankId
@@ -41,7 +42,8 @@ class LaunchView:
 
     def __enter__(self) -> "LaunchView":
         if self._live is not None:
-            self._live.start()
+            with uninterrupted():
+                self._live.start()
         return self
 
     def __exit__(
@@ -53,7 +55,8 @@ class LaunchView:
         self._end_live()
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text))
+        with uninterrupted():
+            self._console.print(Text(text))
 
     def loading(self, snapshot: Snapshot) -> None:
         for rank in snapshot.ranks:
@@ -74,7 +77,8 @@ class LaunchView:
             self.note(f"{_now()} ready at {url}")
         elif self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
+            with uninterrupted():
+                self._live.start()
         self._next_draw = 0.0
 
     def alive(self, snapshot: Snapshot) -> None:
@@ -97,11 +101,13 @@ class LaunchView:
         now = time.monotonic()
         if self._live is not None and now >= self._next_draw:
             self._next_draw = now + _REDRAW_S
-            self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+            with uninterrupted():
+                self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
 
     def _end_live(self) -> None:
         if self._live is not None:
-            self._live.stop()
+            with uninterrupted():
+                self._live.stop()
             self._live = None
 
 

@@ -31,10 +31,11 @@ def keep_logs(logs: Path, name: str) -> Path:
 
 def find_kept(name: str) -> Path | None:
     """The latest kept logs of an instance of that name; the full name of a folder is one too."""
-    folder = kept_folder()
-    if not folder.is_dir():
+    try:
+        kept = _by_age(kept_folder())
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
-    found = [path for path in _by_age(folder) if name in {path.name, path.name.split(".")[0]}]
+    found = [path for path in kept if name in {path.name, path.name.split(".")[0]}]
     return found[-1] if found else None
 
 

@@ -70,7 +70,8 @@ def list_instances() -> list[InstanceRecord]:
         records = map(read_record, living_folders())
         return [record for record in records if record is not None]
     except OSError as error:
-        raise RunError(f"cannot look for instances: {error}") from None
+        why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise RunError(f"cannot look for instances: {why}") from None
 
 
 def find_instance(name: str | None) -> InstanceRecord:

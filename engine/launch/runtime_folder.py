@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.echo import is_utf8
 from engine.errors import UsageError
 
 # The longest address: 40 + "/asapctl/" + 32 + "/attention-239.999".
@@ -34,18 +35,23 @@ def check_name(name: str) -> None:
 
 
 def base_folder() -> Path:
-    """The user's folder for all instances, mode 0700. Raises PermissionError if it is not ours."""
+    """The user's folder for all instances, mode 0700.
+
+    Raises OSError: it cannot be made, or is not ours, which is a PermissionError.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    short = len(os.fsencode(runtime)) <= _MAX_BASE
-    if Path(runtime).is_absolute() and short and os.access(runtime, os.W_OK | os.X_OK):
+    fit = len(os.fsencode(runtime)) <= _MAX_BASE and is_utf8(Path(runtime))
+    if Path(runtime).is_absolute() and fit and os.access(runtime, os.W_OK | os.X_OK):
         base = Path(runtime) / "asapctl"
     else:
         base = Path(f"/tmp/asapctl-{os.getuid()}")
-    base.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # whatever it is
+        base.mkdir(mode=0o700)
     status = base.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
-            f"{base} is not a folder that only you can enter; remove it or set XDG_RUNTIME_DIR"
+            f"{base} is not a folder that only you can enter; remove it, or set "
+            "XDG_RUNTIME_DIR to another place"
         )
     return base
 

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -163,9 +164,58 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(home: Path, mod
     done = detached(home, model / "nothing")
     assert done.returncode == 2
     assert "does not exist" in done.stderr
-    done = run("launch", "--name", "No Name", env=environment(home))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(
+            *("launch", "--name", "No Name", "--port", str(port), "--model", "Qwen/Qwen3-30B-A3B"),
+            env=environment(home),
+        )
     assert done.returncode == 2
+    name, listen, hub = done.stderr.splitlines()
+    assert "'No Name' cannot be the name of an instance" in name
+    assert f"cannot serve on 127.0.0.1 port {port}" in listen
+    assert "hf download Qwen/Qwen3-30B-A3B" in hub
     assert left_behind(home) == []
+
+
+def test_two_who_start_at_the_same_time(home: Path, model: Path, tmp_path: Path) -> None:
+    """Both have found the name to be free; the faster has it by the time of the folder."""
+    (tmp_path / "logs").mkdir()
+    code = (
+        "from asapctl.cli import run\n"
+        "from engine.launch import job\n"
+        "job.check_free = lambda name: None\n"
+        "run()"
+    )
+    with launched(home, model):
+        (found,) = instances(home)
+        done = subprocess.run(
+            [sys.executable, "-c", code, "launch", "--model", str(model), "--port", "0", *SMALL],
+            cwd=tmp_path,
+            env={**environment(home), "PYTHONPATH": str(Path.cwd())},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert f'"default" is already running (pid {found["pid"]}); stop it' in error
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]  # which are somebody else's
+
+
+def test_an_instance_whose_output_is_lost_serves_all_the_same(home: Path, model: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(
+            [ASAPCTL, "launch", "--model", str(model), "--port", "0", *SMALL],
+            env=environment(home),
+            stdout=full,
+            stderr=full,
+        )
+    wait_for(lambda: [i["state"] for i in instances(home)] == ["ready"], "it is ready")
+    assert complete(instances(home)[0]["url"], token_ids(20))["choices"]
+    assert run("stop", env=environment(home)).returncode == 0
+    assert process.wait(10) == 0
 
 
 @pytest.mark.parametrize("moment", ["at once", "zygote", "ranks", "serving"])

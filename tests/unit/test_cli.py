@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -133,11 +134,23 @@ def test_a_name_on_the_hub_is_not_fetched(invoke: Invoke, more: list[str]) -> No
     assert "hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["prefill", "check"])
-def test_the_list_of_commands_cuts_no_sentence(invoke: Invoke, command: str) -> None:
-    (line,) = [x for x in invoke("--help").stdout.splitlines() if x.split()[:1] == [command]]
-    assert line.endswith(".")
-    assert not line.endswith("...")
+def test_the_list_of_commands_cuts_no_sentence(invoke: Invoke) -> None:
+    listed = invoke("--help").stdout.partition("Commands:\n")[2]
+    assert "..." not in listed
+    sentences = re.split(r"^  (?=\S)", listed, flags=re.MULTILINE)[1:]
+    assert len(sentences) == 8
+    assert all(sentence.rstrip().endswith(".") for sentence in sentences)
+
+
+def test_options_that_commands_share_read_the_same(invoke: Invoke) -> None:
+    for option in ("  --model DIR", "  --set KEY=VALUE"):
+        lines = {
+            re.sub(" +", " ", line)
+            for command in ("prefill", "launch", "check")
+            for line in invoke(command, "--help").stdout.splitlines()
+            if line.startswith(option)
+        }
+        assert len(lines) == 1, lines
 
 
 def test_it_runs_as_a_module() -> None:

@@ -54,6 +54,21 @@ def test_lines_come_in_the_order_of_their_time(folder: Path) -> None:
         assert read(logs) == []
 
 
+def test_there_is_no_kept_log_where_nobody_can_look(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_kept("x") is None
+    state.write_text("")  # not a folder
+    assert find_kept("x") is None
+    monkeypatch.delenv("XDG_STATE_HOME")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert find_kept("x") is None
+
+
 def test_a_line_is_shown_when_it_is_whole(folder: Path) -> None:
     log = folder / "http.log"
     append(log, "one\ntw")

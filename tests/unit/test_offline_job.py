@@ -111,6 +111,50 @@ def test_a_changed_line_is_refused_before_anything_starts(bench: Bench) -> None:
     assert bench.engine.starts == 0
 
 
+@pytest.mark.parametrize("other", ["in", "in.json"])
+def test_inputs_whose_names_are_alike_share_no_output(bench: Bench, other: str) -> None:
+    bench.run(bench.write({"id": "a", "prompt": "a"}))
+    second = bench.write({"id": "b", "prompt": "b"}, name=other)
+    if other == "in":
+        with pytest.raises(UsageError, match=r"holds results, but none of .*/in; choose another"):
+            bench.run(second)
+    else:
+        bench.run(second)
+        assert [record["custom_id"] for record in bench.records("in.json.results.jsonl")] == ["b"]
+    assert [record["custom_id"] for record in bench.records()] == ["a"]
+    output = bench.folder / "in.results.jsonl"
+    bench.run(second, "-o", output)  # who names an output may collect in it
+    assert [record["custom_id"] for record in bench.records()] == ["a", "b"]
+
+
+def test_names_that_are_no_text(bench: Bench) -> None:
+    source = bench.write({"prompt": "a"}, name="in\udcff.jsonl")
+    topology = bench.folder / "t\udcff.toml"
+    topology.write_text("")
+    result = bench.run(source, "--json", "--topology", topology)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["output"].endswith("/in\ufffd.results.jsonl")
+    with pytest.raises(UsageError, match="so the path must be UTF-8; choose another --kv-dir"):
+        bench.run(source, "--kv-dir", bench.folder / "kv\udcff")
+    (bench.folder / "link").symlink_to(bench.folder / "kv\udcff")
+    (bench.folder / "kv\udcff").mkdir()
+    output = bench.folder / "out\udcff"
+    assert bench.run(source, "-o", output, "--kv-dir", bench.folder / "link").exit_code == 0
+    assert len(bench.records(output.name)) == 1
+    with pytest.raises(UsageError, match=r"model directory .*: the path is not UTF-8"):
+        run_job(Options(str(source), model=str(bench.folder / "m\udcff")), Quiet())
+
+
+class Quiet:
+    """A watcher that shows nothing."""
+
+    def note(self, text: str) -> None: ...
+
+    def loading(self, snapshot: object) -> None: ...
+
+    def progress(self, tally: object, size: object, snapshot: object) -> None: ...
+
+
 @pytest.mark.parametrize("text", ["", "\n \n", "\ufeff"])
 def test_an_empty_input(bench: Bench, text: str) -> None:
     source = bench.folder / "in.jsonl"
@@ -128,6 +172,7 @@ def test_an_empty_input(bench: Bench, text: str) -> None:
         (("--prompt-logprobs", -1), "--prompt-logprobs must be"),
         (("-o", "/nonexistent/out"), "no folder"),
         (("-o", "/"), "cannot write results"),
+        (("-o", "o" * 256), "File name too long"),
         (("--kv-dir", "/dev/null"), "cannot write KV files"),
         (("--topology", "nowhere"), "nowhere"),
     ],

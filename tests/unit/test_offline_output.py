@@ -69,10 +69,57 @@ def test_a_reader_that_has_gone(tmp_path: Path) -> None:
         output.append(b"x\n")
 
 
+def test_what_is_open_already_is_written_by_its_name() -> None:
+    source, sink = os.pipe()
+    name = Path(f"/dev/fd/{sink}")  # a link to "pipe:[123]", which is in no folder
+    check_output(name)
+    with open_output(name) as output:
+        assert len(take_stock(output, FINGERPRINT, overwrite=False)) == 0
+        output.append(b"x\n")
+    assert os.read(source, 10) == b"x\n"
+    os.close(source)
+    os.close(sink)
+
+
+def test_a_file_that_was_removed_is_written_by_its_name(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w+b") as file:
+        (tmp_path / "out").unlink()
+        with open_output(Path(f"/dev/fd/{file.fileno()}")) as output:
+            output.append(b"x\n")
+        assert file.read() == b"x\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["o" * 248, "o" * 255, "\udcff"])
+def test_failed_lines_are_dropped_whatever_the_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(bad("x") + good("a"))
+    assert len(stock(path)) == 1
+    assert path.read_bytes() == good("a")
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_outputs_that_cannot_be_opened(tmp_path: Path) -> None:
-    for path, words in ((tmp_path, "directory"), (tmp_path / "no" / "out", "there is no folder")):
-        with pytest.raises(UsageError, match=words):
-            open_output(path)
+    (tmp_path / "loop").symlink_to("loop")
+    for path, words in (
+        (tmp_path, "directory"),
+        (tmp_path / "no" / "out", "there is no folder"),
+        (tmp_path / ("o" * 256), "File name too long"),
+        (tmp_path / "loop", "symbolic links"),
+    ):
+        for attempt in (open_output, check_output):
+            with pytest.raises(UsageError, match=words):
+                attempt(path)
+
+
+def test_an_output_below_a_folder_that_nobody_may_enter(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(0)
+    if os.access(closed, os.X_OK):
+        pytest.skip("root may look everywhere")
+    for attempt in (open_output, check_output):
+        with pytest.raises(UsageError, match="Permission denied"):
+            attempt(closed / "out")
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def test_inputs_that_are_none(tmp_path: Path) -> None:
     for name, words in (("", "folder"), ("none", "No such file"), ("empty", "is empty")):
         with pytest.raises(UsageError, match=words):
             open_input(str(tmp_path / name))
+    with pytest.raises(UsageError, match="File name too long"):
+        open_input("x" * 256)
     with pytest.raises(UsageError, match="null"):
         open_input("a\0b")
 
@@ -99,6 +101,17 @@ def test_inputs_that_are_plainly_something_else(tmp_path: Path, data: bytes, wor
 def test_inputs_with_a_bad_first_line_are_read_all_the_same(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "in").write_bytes(data)
     opened(tmp_path / "in")
+
+
+def test_the_output_of_another_input_is_not_shared_unless_it_is_named(source: Path) -> None:
+    done = Done()
+    done.add("b", "batch_req_1")
+    assert check_unchanged(opened(source), done, "out") == 0
+    with pytest.raises(UsageError, match=r"out holds results, but none of .*in\.jsonl; choose"):
+        check_unchanged(opened(source), done, "out", chosen=False)
+    first, _ = source.read_bytes().splitlines()
+    done.add("a", read_line(line(first))[0].record)
+    assert check_unchanged(opened(source), done, "out", chosen=False) == len(first) + 1
 
 
 def test_done_lines_are_counted_in_bytes(source: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import UsageError
+from engine.errors import RunError, UsageError
 from engine.launch.registry import (
     InstanceRecord,
     NoInstanceError,
@@ -170,6 +170,39 @@ def test_a_supervisor_removes_its_own_folder_only(running: Path) -> None:
     free.mkdir()
     remove_when_free(free, free.stat())
     assert not free.exists()
+
+
+@pytest.mark.parametrize("what", ["a file", "a dangling link", "open to others"])
+def test_a_base_folder_that_is_none_is_one_error(runtime: Path, what: str) -> None:
+    base = runtime / "asapctl"
+    if what == "a file":
+        base.touch()
+    elif what == "a dangling link":
+        base.symlink_to("nowhere")
+    else:
+        base.mkdir(0o755)
+    for attempt in (list_instances, lambda: find_instance(None), lambda: check_free("x")):
+        with pytest.raises(RunError, match=r"cannot look for instances: .*asapctl is not a folder"):
+            attempt()
+    with pytest.raises(PermissionError):  # not FileExistsError, which is a name that is taken
+        create_folder("x")
+
+
+def test_a_base_folder_that_cannot_be_made_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(RunError, match=r"cannot look for instances: /.*asapctl: Permission denied"):
+        list_instances()
+
+
+def test_a_runtime_folder_whose_name_is_no_text_is_not_used(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (runtime / "\udcff").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime / "\udcff"))
+    assert base_folder() == Path(f"/tmp/asapctl-{os.getuid()}")
 
 
 def test_the_base_folder_is_short_and_private(

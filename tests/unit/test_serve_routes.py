@@ -148,6 +148,13 @@ def test_a_stream_with_usage(server: Server, path: str) -> None:
     assert only["usage"] == last["usage"]
 
 
+def test_a_streamed_chat_has_the_ids_of_its_prompt(server: Server) -> None:
+    body = {"messages": MESSAGES, "return_token_ids": True}
+    whole = server.post("/v1/chat/completions", **body).json()
+    (only,) = chunks(server.post("/v1/chat/completions", stream=True, **body))
+    assert only["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
 def test_a_streamed_batch(server: Server) -> None:
     server.controller.answer = ordinal
     events = chunks(server.post("/v1/completions", prompt=["ab", "cd"], stream=True))
