@@ -10,7 +10,6 @@ from torch import Tensor
 
 from engine.comm.layout import tiles
 from engine.comm.routing import RankDispatch, plan_dispatch
-from engine.errors import RunError
 from engine.topology.ranks import RankId
 from helpers.pairs import Pairs, arrivals, items, serve, served
 
