@@ -68,9 +68,8 @@ def routed(tokens: int, seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(x=x, experts=experts, weights=weights)
 
 
-def run(inputs: SimpleNamespace, window_tokens: int, order: random.Random) -> Tensor:
-    experts = InstantExperts()
-    exchange = Exchange(
+def make(experts: InstantExperts, inputs: SimpleNamespace, window_tokens: int) -> Exchange:
+    return Exchange(
         experts,  # type: ignore[arg-type]
         lane=0,
         batch=7,
@@ -79,6 +78,11 @@ def run(inputs: SimpleNamespace, window_tokens: int, order: random.Random) -> Te
         bounds=BOUNDS,
         window_tokens=window_tokens,
     )
+
+
+def run(inputs: SimpleNamespace, window_tokens: int, order: random.Random) -> Tensor:
+    experts = InstantExperts()
+    exchange = make(experts, inputs, window_tokens)
     total = torch.zeros_like(inputs.x)
     exchange.send()
     heard: set[Arrival] = set()
@@ -112,15 +116,7 @@ def test_a_rank_without_tokens_is_neither_sent_to_nor_awaited() -> None:
     inputs = routed(10)
     inputs.experts = torch.tensor([[3, 4]]).expand(10, 2)
     experts = InstantExperts()
-    exchange = Exchange(
-        experts,  # type: ignore[arg-type]
-        lane=0,
-        batch=7,
-        layer=3,
-        routed=inputs,
-        bounds=BOUNDS,
-        window_tokens=4,
-    )
+    exchange = make(experts, inputs, window_tokens=4)
     exchange.send()
     assert experts.sent == [(1, 0)]
     total = torch.zeros_like(inputs.x)
@@ -133,14 +129,6 @@ def test_a_rank_without_tokens_is_neither_sent_to_nor_awaited() -> None:
 def test_an_answer_of_another_layer_is_refused() -> None:
     inputs = routed(4)
     experts = InstantExperts()
-    exchange = Exchange(
-        experts,  # type: ignore[arg-type]
-        lane=0,
-        batch=7,
-        layer=3,
-        routed=inputs,
-        bounds=BOUNDS,
-        window_tokens=4,
-    )
+    exchange = make(experts, inputs, window_tokens=4)
     with pytest.raises(ValueError, match="layer=2"):
         exchange.take(Arrival(0, 7, 0, 2, 0, 1), inputs.x)
