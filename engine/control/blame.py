@@ -51,15 +51,16 @@ class Blame:
         """The prompt is answered, one way or the other."""
         self._suspects.discard(key)
 
-    def hopeless(self, rank: RankId, work_items: int, batch: Batch | None) -> bool:
-        """A life of `rank` ended after `work_items`, while computing `batch` (before `judge`).
+    def hopeless(self, rank: RankId, proven: bool, batch: Batch | None) -> bool:
+        """A life of `rank` ended while computing `batch` (before `judge`). proven: it had finished
+        work before, or been there for long.
 
         True when it died too often in a row without finishing anything. Deaths that a suspected
         prompt explains count apart.
         """
         who = rank.role, rank.rank
         explained = batch is not None and any(s.key in self._suspects for s in batch.segments)
-        if work_items:
+        if proven:
             self._in_a_row[who] = self._unexplained[who] = 0
             return False
         self._in_a_row[who] = self._in_a_row.get(who, 0) + 1

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.control.blame import DEATHS_ALONE, Blame, Verdict
-from engine.control.liveness import Liveness
+from engine.control.liveness import MARGIN, QUIET_S, Liveness
 from engine.control.messages import (
     Agreement,
     BatchDone,
     Cancel,
+    ClientGone,
     Drain,
     Ended,
     Hello,
@@ -50,6 +51,9 @@ from engine.topology.ranks import RankId
 
 log = logging.getLogger(__name__)
 
+# A rank that has been ready for so long is no rank that cannot live, though it had nothing to do.
+_LONG_LIFE_S = 60.0
+
 
 class ControllerSpec(msgspec.Struct, frozen=True):
     """What the controller needs to know of its instance."""
@@ -75,6 +79,8 @@ class _Rank:
     pid: int = 0
     ready: bool = False
     load_seconds: float = 0.0
+    born: float | None = None  # when its last life ended; None for the first one
+    ready_at: float = 0.0
     deaths: int = 0
     progress: Progress | None = None
     killed: bool = False  # KillRank was sent
@@ -87,7 +93,6 @@ class _Pending:
     request: PrefillRequest  # under the client's own key
     submitted: float
     started: float = 0.0
-    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -130,7 +135,7 @@ class Controller:
     @property
     def busy(self) -> bool:
         """Somebody waits for something, so that time alone may call for action."""
-        return bool(self._pending or self._traces)
+        return bool(self._pending or self._traces) or (self._started and not self.ready)
 
     def handle(self, peer: bytes, message: Message, now: float) -> None:
         """Takes one message from `peer`; answers, if any, are in `outbox` afterwards."""
@@ -145,6 +150,9 @@ class Controller:
                 self._supervisor = peer
             case RankDied():
                 self._bury(message, now)
+            case ClientGone(identity):
+                for client, key in [k for k in self._keys if k[0] == identity]:
+                    self._cancel(client, key)
             case _:
                 self._handle_client(peer, message, now)
 
@@ -224,8 +232,8 @@ class Controller:
             return
         if self.policy.cancel(key):
             self._forget(key)
-        else:
-            self._pending[key].cancelled = True
+            cancelled = PrefillResult(client_key, error="cancelled", refused=True)
+            self.outbox.append((peer, Results([cancelled])))
 
     def _forget(self, key: int) -> _Pending:
         pending = self._pending.pop(key)
@@ -242,8 +250,6 @@ class Controller:
             self.statistics.finished(
                 len(pending.request.token_ids), queue_s + compute_s, failed, now
             )
-            if pending.cancelled:
-                continue
             answer = msgspec.structs.replace(
                 result, key=pending.request.key, queue_s=queue_s, compute_s=compute_s
             )
@@ -262,7 +268,7 @@ class Controller:
             case BatchDone(batch, results):
                 self._finish(batch, results, now)
             case Ready(load_seconds):
-                rank.ready, rank.load_seconds = True, load_seconds
+                rank.ready, rank.load_seconds, rank.ready_at = True, load_seconds, now
                 if rank.id.role == "attention":
                     self.policy.recovered(rank.id.rank)
             case Spans(spans):
@@ -315,7 +321,9 @@ class Controller:
     def _bury(self, death: RankDied, now: float) -> None:
         """A rank died, and its successor is on the way: its work is not lost."""
         old = self._ranks[death.id.role, death.id.rank]
-        self._ranks[death.id.role, death.id.rank] = _Rank(death.successor, deaths=old.deaths + 1)
+        self._ranks[death.id.role, death.id.rank] = _Rank(
+            death.successor, load_seconds=old.load_seconds, born=now, deaths=old.deaths + 1
+        )
         if old.peer is not None:
             del self._by_peer[old.peer]
         self._liveness.gone(death.id)
@@ -324,7 +332,8 @@ class Controller:
         if death.batch in self._running and not old.innocent:
             blamed = self._running[death.batch][1]
         log.warning("%s died: %s; it computed %s", death.id, death.reason, blamed)
-        if not old.innocent and self._blame.hopeless(death.id, death.work_items, blamed):
+        proven = death.work_items or (old.ready and now - old.ready_at > _LONG_LIFE_S)
+        if not old.innocent and self._blame.hopeless(death.id, bool(proven), blamed):
             self._end(f"{death.id} died too often without finishing work; last: {death.reason}")
             return
         verdict = Verdict.AGAIN if blamed is None else self._blame.judge(blamed)
@@ -360,7 +369,13 @@ class Controller:
             self.outbox.append((self._supervisor, KillRank(rank.id, reason)))
 
     def _stalled(self, now: float) -> dict[RankId, float]:
-        return self._liveness.stalled(now, {group for group, _ in self._running.values()})
+        stalled = self._liveness.stalled(now, {group for group, _ in self._running.values()})
+        for rank in self._ranks.values():
+            # One that starts again should load in about the time that its last life took.
+            born = now if rank.born is None or rank.ready else rank.born
+            if now - born > max(QUIET_S, MARGIN * rank.load_seconds):
+                stalled[rank.id] = now - born
+        return stalled
 
     def _end_stalls(self, now: float) -> None:
         for id_, seconds in self._stalled(now).items():
@@ -374,7 +389,11 @@ class Controller:
             for id_, seconds in stalled.items()
         ]
         if self._started:
-            problems += [f"{r.id} is starting again" for r in self._ranks.values() if not r.ready]
+            problems += [
+                f"{rank.id} is starting again"
+                for rank in self._ranks.values()
+                if not rank.ready and rank.id not in stalled
+            ]
         return problems
 
     def _end(self, reason: str | None) -> None:

@@ -96,7 +96,10 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for these any more: what has not started never will, and no result comes."""
+    """Nobody waits for these any more: what has not started never will.
+
+    Each is still answered once: refused at once, or as it turns out when its batch is done.
+    """
 
     keys: list[int]
 
@@ -366,6 +369,12 @@ class RankDied(msgspec.Struct, frozen=True, tag=True):
     work_items: int
 
 
+class ClientGone(msgspec.Struct, frozen=True, tag=True):
+    """The process of the client with this ZeroMQ identity ended: all that it asked for is void."""
+
+    identity: bytes
+
+
 class KillRank(msgspec.Struct, frozen=True, tag=True):
     """The supervisor is to kill this rank, which then is started again as after any death."""
 
@@ -401,6 +410,7 @@ Message: TypeAlias = (
     | Spans
     | Supervise
     | RankDied
+    | ClientGone
     | KillRank
     | Ended
 )

@@ -15,7 +15,7 @@ import zmq
 
 from engine.control.client import Client
 from engine.control.controller import ControllerSpec
-from engine.control.messages import Snapshot, Supervise
+from engine.control.messages import ClientGone, Snapshot, Supervise
 from engine.echo import encodable
 from engine.errors import RunError
 from engine.launch.listen import url_of
@@ -113,6 +113,8 @@ class Instance:
             self._http_deaths = [t for t in self._http_deaths if t > now - _MINUTE_S] + [now]
             if len(self._http_deaths) > _MOST_HTTP_DEATHS or not self.ready:
                 raise RunError(exit_.reason)
+            if self._client is not None:
+                self._client.send(ClientGone(f"http-{exit_.pid}".encode()))
             self._start_http()
         elif exit_.title == "controller" or not self.ready or self._client is None:
             raise RunError(exit_.reason)

@@ -34,6 +34,7 @@ class Exit(NamedTuple):
     """The end of a process: `code` is negative for a signal, `reason` says it all in words."""
 
     title: str
+    pid: int
     code: int
     reason: str
 
@@ -185,7 +186,7 @@ class Supervisor:
             case zygote.Exited(pid, code):
                 title = self._titles.pop(pid)
                 try:
-                    self.on_exit(Exit(title, code, self._describe(title, pid, code)))
+                    self.on_exit(Exit(title, pid, code, self._describe(title, pid, code)))
                 except RunError as error:
                     self._failure = error
             case zygote.Failed(reason, of_usage):

@@ -32,14 +32,14 @@ def test_deaths_of_different_batches_do_not_add_up() -> None:
 
 def test_a_rank_that_dies_of_nothing_in_particular_is_hopeless_at_the_third_time() -> None:
     blame = Blame()
-    assert [blame.hopeless(RANK, 0, None) for _ in range(3)] == [False, False, True]
+    assert [blame.hopeless(RANK, False, None) for _ in range(3)] == [False, False, True]
 
 
 def test_finished_work_starts_the_count_again() -> None:
     blame = Blame()
-    deaths = [0, 0, 7, 0, 0, 1]
-    assert not any(blame.hopeless(RANK, finished, None) for finished in deaths)
-    assert not blame.hopeless(RankId("expert", 1), 0, None)
+    proven = [False, False, True, False, False, True]
+    assert not any(blame.hopeless(RANK, life, None) for life in proven)
+    assert not blame.hopeless(RankId("expert", 1), False, None)
 
 
 def test_one_prompt_may_kill_a_rank_five_times_without_ending_the_instance() -> None:
@@ -47,7 +47,7 @@ def test_one_prompt_may_kill_a_rank_five_times_without_ending_the_instance() -> 
     verdicts = []
     together, alone = batch(0, 1, 2), batch(1, 2)
     for suspect in (together, together, alone, alone, alone):
-        assert not blame.hopeless(RANK, 0, suspect)
+        assert not blame.hopeless(RANK, False, suspect)
         verdicts.append(blame.judge(suspect))
     assert verdicts[-1] is Verdict.GIVE_UP
 
@@ -55,16 +55,16 @@ def test_one_prompt_may_kill_a_rank_five_times_without_ending_the_instance() -> 
 def test_a_rank_that_dies_of_everything_is_hopeless() -> None:
     blame = Blame()
     for number in range(DEATHS_IN_A_ROW - 1):
-        assert not blame.hopeless(RANK, 0, batch(number, number))
+        assert not blame.hopeless(RANK, False, batch(number, number))
         blame.judge(batch(number, number))
-    assert blame.hopeless(RANK, 0, batch(9, 9))
+    assert blame.hopeless(RANK, False, batch(9, 9))
 
 
 def test_answered_prompts_explain_no_later_death() -> None:
     blame = Blame()
     for number in range(DEATHS_IN_A_ROW):
         suspect = batch(number, 5)
-        hopeless = blame.hopeless(RANK, 0, suspect)
+        hopeless = blame.hopeless(RANK, False, suspect)
         blame.judge(suspect)
         blame.cleared(5)
     assert hopeless

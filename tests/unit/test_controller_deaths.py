@@ -4,6 +4,8 @@ from engine.control.controller import Controller
 from engine.control.messages import (
     BatchDone,
     Cancel,
+    ClientGone,
+    Drain,
     Ended,
     Hello,
     KillRank,
@@ -146,18 +148,74 @@ def test_a_rank_that_dies_of_nothing_ends_the_instance() -> None:
     assert ended.reason.startswith("expert 0 died too often")
 
 
-def test_cancelled_prompts_are_forgotten_or_their_results_dropped() -> None:
+def answers(controller: Controller, to: bytes) -> list[PrefillResult]:
+    messages = [m for m in sent(controller, to) if isinstance(m, Results)]
+    return [result for message in messages for result in message.results]
+
+
+def done(controller: Controller, run: Run) -> None:
+    results = [PrefillResult(request.key) for request in run.requests]
+    controller.handle(b"attention 0", BatchDone(run.batch.id, results), 3.0)
+
+
+def test_a_cancelled_prompt_never_starts_and_each_is_answered_once() -> None:
     controller = supervised()
     controller.handle(CLIENT, Submit([prompt(key, 12) for key in (1, 2, 3)]), 1.0)
-    run, other = runs(controller, b"attention 0")
+    first, second = runs(controller, b"attention 0")
     controller.handle(CLIENT, Cancel([1, 3, 77]), 2.0)
     assert controller.policy.waiting == 0
-    for done in (run, other):
-        results = [PrefillResult(request.key) for request in done.requests]
-        controller.handle(b"attention 0", BatchDone(done.batch.id, results), 3.0)
-    ((result,),) = (m.results for m in sent(controller, CLIENT) if isinstance(m, Results))
-    assert result.key == 2
+    assert answers(controller, CLIENT) == [PrefillResult(3, error="cancelled", refused=True)]
+    done(controller, first)
+    done(controller, second)
+    assert [result.key for result in answers(controller, CLIENT)] == [1, 2]
     assert not controller.busy
+    assert runs(controller, b"attention 0") == []
+
+
+def test_what_a_dead_client_asked_for_starves_nobody() -> None:
+    controller = supervised()
+    controller.handle(b"http-7", Submit([prompt(key, 12) for key in range(50)]), 1.0)
+    first, second = runs(controller, b"attention 0")
+    controller.handle(CLIENT, Submit([prompt(1, 12)]), 2.0)
+    controller.handle(SUPERVISOR, ClientGone(b"http-7"), 2.0)
+    assert controller.policy.waiting == 1
+    done(controller, first)
+    done(controller, second)
+    controller.handle(CLIENT, Drain(), 3.0)
+    (run,) = runs(controller, b"attention 0")
+    done(controller, run)
+    assert [result.key for result in answers(controller, CLIENT)] == [1]
+    assert not controller.busy
+
+
+def test_a_rank_that_hangs_while_it_starts_again_is_killed() -> None:
+    controller = supervised()
+    die(controller, EXPERT, batch=None)
+    controller.schedule(14.0)
+    assert sent(controller, SUPERVISOR) == []
+    assert controller.snapshot(16.0).problems == [
+        "expert 0 has work and has made no progress for 11 s"
+    ]
+    controller.schedule(66.0)
+    (kill,) = sent(controller, SUPERVISOR)
+    assert isinstance(kill, KillRank)
+    assert kill.id == next_life(EXPERT)
+    controller.schedule(67.0)
+    assert sent(controller, SUPERVISOR) == []  # once is enough
+
+
+def test_deaths_of_lives_that_were_long_do_not_add_up() -> None:
+    controller = supervised()
+    rank, now = EXPERT, 0.0
+    for _ in range(6):
+        now += 100.0
+        successor = next_life(rank)
+        controller.handle(SUPERVISOR, RankDied(rank, successor, "killed", None, 0), now)
+        peer = f"{successor} life {successor.incarnation}".encode()
+        controller.handle(peer, Hello(successor, 9, AGREEMENT), now)
+        controller.handle(peer, Ready(0.1), now)
+        rank = successor
+    assert sent(controller, SUPERVISOR) == []
 
 
 def test_quit_finishes_what_is_there_and_takes_no_more() -> None:
@@ -171,8 +229,7 @@ def test_quit_finishes_what_is_there_and_takes_no_more() -> None:
     (refused,) = sent(controller, CLIENT)
     assert isinstance(refused, Results)
     assert refused.results == [PrefillResult(9, error="the instance is stopping", refused=True)]
-    for done in (run, other):
-        results = [PrefillResult(request.key) for request in done.requests]
-        controller.handle(b"attention 0", BatchDone(done.batch.id, results), 3.0)
+    done(controller, run)
+    done(controller, other)
     controller.schedule(3.0)
     assert sent(controller, SUPERVISOR) == [Ended(None)]
