@@ -41,7 +41,8 @@ class EngineClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self._socket.identity = f"http-{os.getpid()}-{id(self):x}".encode()
+        # The supervisor names it so to the controller when this process has died.
+        self._socket.identity = f"http-{os.getpid()}".encode()
         self._socket.connect(self._address)
         self._receiver = asyncio.create_task(self._receive())
         return self

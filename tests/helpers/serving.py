@@ -55,6 +55,7 @@ class FakeController:
         self.snapshot = HEALTHY
         self.requests: list[PrefillRequest] = []
         self.cancelled: list[int] = []
+        self.clients: set[bytes] = set()
         self._held: list[tuple[bytes, PrefillRequest]] = []
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._context = zmq.Context()
@@ -94,6 +95,7 @@ class FakeController:
                 self._take(peer, decode(data))
 
     def _take(self, peer: bytes, message: Message) -> None:
+        self.clients.add(peer)
         match message:
             case Submit(requests):
                 self.requests += requests

@@ -1,5 +1,6 @@
 """What clients ask and get, against a controller that the test plays."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,11 @@ def test_health_and_readiness(server: Server) -> None:
     assert (get("/health").status_code, get("/ready").status_code) == (200, 503)
     server.controller.snapshot = msgspec.structs.replace(HEALTHY, quitting=True)
     assert get("/ready").status_code == 503
+
+
+def test_the_controller_knows_it_by_its_process(server: Server) -> None:
+    server.post("/v1/completions", prompt="hi")
+    assert server.controller.clients == {f"http-{os.getpid()}".encode()}
 
 
 def test_a_silent_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
