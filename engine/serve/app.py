@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse
 
 from engine.api.types import RequestError
 from engine.serve.front import Front
 from engine.serve.gate import Gate, on_http_exception, on_request_error
 from engine.serve.kv_store import KvStore
+from engine.serve.open_file import OpenFileResponse
 from engine.serve.reply import json_response
 from engine.serve.requests import check_model
 from engine.serve.tokenize import tokenize
@@ -79,10 +79,7 @@ async def tokens(request: Request) -> Response:
 @router.get("/v1/kv/{kv_id}")
 async def fetch_kv(request: Request, kv_id: str) -> Response:
     front = _front(request)
-    store = _store(front)
-    file = await front.in_thread(store.find, kv_id)
-    store.mark_fetched(kv_id)
-    return FileResponse(file.path, media_type="application/octet-stream")
+    return OpenFileResponse(await front.in_thread(_store(front).fetch, kv_id))
 
 
 @router.delete("/v1/kv/{kv_id}")

@@ -9,6 +9,7 @@ import secrets
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -112,28 +113,34 @@ class KvStore:
         with self._lock:
             return [file for file in self._scan() if _NAME.fullmatch(Path(file.path).name)]
 
-    def find(self, id_: str) -> Stored:
-        """Raises RequestError (404)."""
-        for file in self.files():
-            if file.id == id_:
-                return file
-        raise RequestError(
-            f"there is no KV cache {show(id_)}; it may have been removed for its age or to make "
-            "room",
-            code="kv_not_found",
-            status=404,
-        )
+    def fetch(self, id_: str) -> BinaryIO:
+        """The file, open, so that it can be read to its end whatever becomes of its name.
 
-    def mark_fetched(self, id_: str) -> None:
-        """It goes before others from now on."""
+        It goes before others from now on. Raises RequestError (404).
+        """
         with self._lock:
+            try:
+                file = self._path(id_).open("rb")
+            except FileNotFoundError:
+                raise _not_found(id_) from None
             self._fetched.add(id_)
+        return file
 
     def delete(self, id_: str) -> None:
         """Raises RequestError (404). Whoever has the file open can read on."""
-        file = self.find(id_)
         with self._lock:
-            self._remove([file])
+            try:
+                self._path(id_).unlink()
+            except FileNotFoundError:
+                raise _not_found(id_) from None
+            self._fetched.discard(id_)
+
+    def _path(self, id_: str) -> Path:
+        """Where the file lies, if it does. Raises RequestError (404) when it cannot be complete."""
+        name = f"kv-{id_}.safetensors"
+        if not _NAME.fullmatch(name) or id_ in self._reserved:
+            raise _not_found(id_)
+        return self._folder / name
 
     def _scan(self) -> list[Stored]:
         """Every file but those that are being written; what a killed rank left half-done, too."""
@@ -154,3 +161,11 @@ class KvStore:
         for file in files:
             Path(file.path).unlink(missing_ok=True)
             self._fetched.discard(file.id)
+
+
+def _not_found(id_: str) -> RequestError:
+    return RequestError(
+        f"there is no KV cache {show(id_)}; it may have been removed for its age or to make room",
+        code="kv_not_found",
+        status=404,
+    )

@@ -81,7 +81,7 @@ def test_a_new_cache_pushes_the_oldest_out(store: KvStore) -> None:
 
 def test_what_was_fetched_goes_first(store: KvStore) -> None:
     first, second, third = (write(store, 3 * HEADER, now) for now in (1.0, 2.0, 3.0))
-    store.mark_fetched(second)
+    store.fetch(second).close()
     store.reserve(1, 4.0)
     assert ids(store) == {first, third}
 
@@ -136,6 +136,25 @@ def test_a_restart_finds_the_files_and_leaves_others_alone(store: KvStore, tmp_p
     assert ids(again) == {id_}
     again.sweep(1000.0)
     assert list(folder.iterdir()) == [theirs]
+
+
+def test_what_was_fetched_can_be_read_on(store: KvStore) -> None:
+    id_ = write(store, 5, 1.0)
+    with store.fetch(id_) as file:
+        store.delete(id_)
+        assert file.read() == bytes(5)
+    for again in (store.fetch, store.delete):
+        with pytest.raises(RequestError) as caught:
+            again(id_)
+        assert caught.value.status == 404
+
+
+def test_what_is_being_written_cannot_be_fetched(store: KvStore) -> None:
+    id_, path = store.reserve(1, 0.0)
+    path.write_bytes(b"x")
+    with pytest.raises(RequestError) as caught:
+        store.fetch(id_)
+    assert caught.value.status == 404
 
 
 def test_the_folder_is_private(store: KvStore, tmp_path: Path) -> None:
@@ -227,6 +246,81 @@ def test_refusals(server: Server, body: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("id_", ["a", "..%2f..%2fetc%2fpasswd", "a" * 32])
 def test_no_other_file_can_be_fetched(server: Server, id_: str) -> None:
     assert server.client.get(f"/v1/kv/{id_}").status_code == 404
+
+
+def kept(server: Server, content: bytes) -> tuple[str, Path]:
+    """A cache of `content`: its URL and its file."""
+    given = server.post("/v1/completions", prompt=[*content], kv_transfer_params=ASK).json()
+    params = given["kv_transfer_params"]
+    return params["url"], Path(params["path"])
+
+
+def test_a_cache_that_is_removed_while_it_is_fetched(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after it was found, and before a byte of it was sent."""
+    url, path = kept(server, b"abc")
+    in_thread = server.front.in_thread
+
+    async def then_remove(*arguments: Any) -> Any:
+        found = await in_thread(*arguments)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(server.front, "in_thread", then_remove)
+    response = server.client.get(url)
+    assert (response.status_code, response.content) == (200, b"abc")
+    again = server.client.get(url)
+    assert again.status_code == 404
+
+
+def open_files() -> int:
+    return sum(path.name.endswith(".safetensors") for path in map(_target, _descriptors()))
+
+
+def _descriptors() -> list[Path]:
+    return list(Path("/proc/self/fd").iterdir())
+
+
+def _target(descriptor: Path) -> Path:
+    try:
+        return descriptor.readlink()
+    except FileNotFoundError:  # closed meanwhile
+        return Path()
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "content"),
+    [
+        ("bytes=1-2", 206, b"bc"),
+        ("bytes=1-", 206, b"bcdef"),
+        ("bytes=-2", 206, b"ef"),
+        ("bytes=4-99", 206, b"ef"),
+        ("bytes=0-0", 206, b"a"),
+        ("bytes=0-1,3-4", 200, b"abcdef"),
+        ("bytes=" + ",".join(["0-0"] * 1000), 200, b"abcdef"),
+        ("bytes=2-1", 200, b"abcdef"),
+        ("bytes=-", 200, b"abcdef"),
+        ("bytes=" + "9" * 5000 + "-", 200, b"abcdef"),
+        ("bytes", 200, b"abcdef"),
+        ("lines=1-2", 200, b"abcdef"),
+    ],
+)
+def test_ranges(server: Server, given: str, status: int, content: bytes) -> None:
+    url, _ = kept(server, b"abcdef")
+    response = server.client.get(url, headers={"range": given})
+    assert (response.status_code, response.content) == (status, content)
+    wait_until(lambda: open_files() == 0, "the file is closed")
+
+
+@pytest.mark.parametrize("given", ["bytes=6-", "bytes=-0"])
+def test_a_range_behind_the_end(server: Server, given: str) -> None:
+    url, _ = kept(server, b"abcdef")
+    response = server.client.get(url, headers={"range": given})
+    assert (response.status_code, response.headers["content-range"]) == (416, "bytes */6")
+    assert response.json()["error"]["code"] == "range_not_satisfiable"
+    other = server.client.get(url, headers={"range": given, "if-range": '"x"'})
+    assert (other.status_code, other.content) == (200, b"abcdef")
 
 
 def test_a_client_that_left_gives_its_room_back(server: Server) -> None:
