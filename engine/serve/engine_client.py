@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -53,11 +53,14 @@ class EngineClient:
         self._socket.close()
         self._context.term()
 
-    async def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult]:
+    async def prefill(
+        self, requests: Sequence[PrefillRequest], abandoned: Callable[[], object] | None = None
+    ) -> list[PrefillResult]:
         """The results of `requests`, in their order; the keys that they come with do not matter.
 
-        When the caller is cancelled, what is not done is withdrawn. Raises RequestError (503) when
-        the controller refuses them.
+        When the caller is cancelled, what has not started is withdrawn, and `abandoned` is called
+        once nobody works on any of them any more. Raises RequestError (503) when the controller
+        refuses them.
         """
         loop = asyncio.get_running_loop()
         keyed = []
@@ -66,15 +69,17 @@ class EngineClient:
             self._results[self._next_key] = loop.create_future()
             self._next_key += 1
         futures = {request.key: self._results[request.key] for request in keyed}
+        everything = asyncio.gather(*futures.values(), return_exceptions=True)
         try:
             await self._send(Submit(keyed))
-            return [await future for future in futures.values()]
-        finally:
-            left = [key for key, future in futures.items() if not _has_result(future)]
-            for key in futures:
-                self._results.pop(key, None)
-            if left:
+            await asyncio.shield(everything)
+        except asyncio.CancelledError:
+            if abandoned is not None:
+                everything.add_done_callback(lambda _: abandoned())
+            if left := [key for key, future in futures.items() if not future.done()]:
                 await self._send(Cancel(left))
+            raise
+        return [future.result() for future in futures.values()]
 
     async def snapshot(self, timeout_s: float) -> Snapshot | None:
         """How the instance stands; None when the controller does not say so in time."""
@@ -103,23 +108,15 @@ class EngineClient:
         match message:
             case Results(results):
                 for result in results:
-                    future = self._results.pop(result.key, None)  # None: it was withdrawn
-                    if future is not None and not future.done():
+                    future = self._results.pop(result.key, None)
+                    if future is not None:
                         future.set_result(result)
             case Snapshot():
                 if self._snapshot is not None and not self._snapshot.done():
                     self._snapshot.set_result(message)
             case Refused(reason):
                 for future in self._results.values():
-                    if not future.done():
-                        future.set_exception(RequestError(reason, code="refused", status=503))
+                    future.set_exception(RequestError(reason, code="refused", status=503))
+                self._results.clear()
             case _:
                 log.warning("the controller sent an unexpected %s", type(message).__name__)
-
-
-def _has_result(future: "asyncio.Future[PrefillResult]") -> bool:
-    """A result or a failure."""
-    if not future.done() or future.cancelled():
-        return False
-    future.exception()  # asyncio would log a failure that nobody looks at
-    return True

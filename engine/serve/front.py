@@ -1,6 +1,7 @@
 """What the routes work with, and how one prefill request goes through it."""
 
 import asyncio
+import functools
 import logging
 import time
 import uuid
@@ -135,16 +136,28 @@ class Front:
             )
         tokens = len(asked.prompts[0].token_ids)
         kv_id, path = await self.in_thread(self.kv.reserve, tokens, time.time())
+        discard = functools.partial(self._pool.submit, self.kv.discard, kv_id)
         try:
-            return await self._compute(request, asked, kv_id, str(path))
-        finally:
+            response = await self._compute(request, asked, kv_id, str(path), discard)
+        except (ClientDisconnect, asyncio.CancelledError):
+            raise  # the room is kept until nobody can write the file any more; see `discard`
+        except BaseException:
             self.kv.release(kv_id)
+            raise
+        self.kv.release(kv_id)
+        return response
 
     async def _compute(
-        self, request: Request, asked: Asked, kv_id: str = "", kv_path: str | None = None
+        self,
+        request: Request,
+        asked: Asked,
+        kv_id: str = "",
+        kv_path: str | None = None,
+        abandoned: Callable[[], object] | None = None,
     ) -> Response:
+        """abandoned: called when the client left and nobody works for it any more."""
         wanted = [_engine_request(prompt, kv_path) for prompt in asked.prompts]
-        results = await _unless_left(request, self.engine.prefill(wanted))
+        results = await _unless_left(request, self.engine.prefill(wanted, abandoned))
         for result in results:
             if result.refused:
                 raise RequestError("the instance is stopping", code="stopping", status=503)

@@ -94,12 +94,21 @@ class KvStore:
                 )
             self._remove(to_remove(self._scan(), now, self._spec.max_age_s, room))
             self._reserved[id_] = need
-        return id_, self._folder / f"kv-{id_}.safetensors"
+        return id_, self._folder / _name(id_)
 
     def release(self, id_: str) -> None:
         """The file is written, or never will be; from now on it counts with what it takes."""
         with self._lock:
-            del self._reserved[id_]
+            self._reserved.pop(id_, None)
+
+    def discard(self, id_: str) -> None:
+        """Nobody wants the file that may have been written; removes it and gives up its room."""
+        with self._lock:
+            try:
+                for name in (_name(id_), f".{_name(id_)}.tmp"):
+                    (self._folder / name).unlink(missing_ok=True)
+            finally:
+                self._reserved.pop(id_, None)
 
     def sweep(self, now: float) -> None:
         """Removes what is too old or too much."""
@@ -137,10 +146,9 @@ class KvStore:
 
     def _path(self, id_: str) -> Path:
         """Where the file lies, if it does. Raises RequestError (404) when it cannot be complete."""
-        name = f"kv-{id_}.safetensors"
-        if not _NAME.fullmatch(name) or id_ in self._reserved:
+        if not _NAME.fullmatch(_name(id_)) or id_ in self._reserved:
             raise _not_found(id_)
-        return self._folder / name
+        return self._folder / _name(id_)
 
     def _scan(self) -> list[Stored]:
         """Every file but those that are being written; what a killed rank left half-done, too."""
@@ -161,6 +169,10 @@ class KvStore:
         for file in files:
             Path(file.path).unlink(missing_ok=True)
             self._fetched.discard(file.id)
+
+
+def _name(id_: str) -> str:
+    return f"kv-{id_}.safetensors"
 
 
 def _not_found(id_: str) -> RequestError:

@@ -46,11 +46,15 @@ HEALTHY = Snapshot(
 
 
 class FakeController:
-    """A ROUTER in a thread. Answers each prompt with 'x', or with `answer`, unless it `holds`."""
+    """A ROUTER in a thread. Answers each prompt with 'x', or with `answer`, unless it `holds`.
+
+    What is cancelled it answers with a refusal, or when it is released if all `runs` already.
+    """
 
     def __init__(self, address: str) -> None:
         self.answer: Answer = FakeEngine.default
         self.holds = False
+        self.runs = False
         self.silent = False  # answers no Watch
         self.snapshot = HEALTHY
         self.requests: list[PrefillRequest] = []
@@ -105,8 +109,17 @@ class FakeController:
                     self._send(peer, Results([self.answer(request) for request in requests]))
             case Cancel(keys):
                 self.cancelled += keys
+                if not self.runs:
+                    self._refuse(peer, keys)
             case Watch() if not self.silent:
                 self._send(peer, self.snapshot)
+
+    def _refuse(self, peer: bytes, keys: Sequence[int]) -> None:
+        refused = [held for held in self._held if held[0] == peer and held[1].key in keys]
+        self._held = [held for held in self._held if held not in refused]
+        for _, request in refused:
+            result = PrefillResult(request.key, error="cancelled", refused=True)
+            self._send(peer, Results([result]))
 
     def _release(self) -> None:
         self.holds = False

@@ -323,7 +323,8 @@ def test_a_range_behind_the_end(server: Server, given: str) -> None:
     assert (other.status_code, other.content) == (200, b"abcdef")
 
 
-def test_a_client_that_left_gives_its_room_back(server: Server) -> None:
+def leave(server: Server) -> KvStore:
+    """A client asks for a cache and leaves once its prompt is at the controller."""
     server.controller.holds = True
     body = b'{"prompt": "a", "kv_transfer_params": {"do_remote_decode": true}}'
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -333,4 +334,40 @@ def test_a_client_that_left_gives_its_room_back(server: Server) -> None:
     assert store is not None
     assert len(store._reserved) == 1
     connection.close()
+    return store
+
+
+def test_a_client_that_left_gives_its_room_back(server: Server) -> None:
+    store = leave(server)
     wait_until(lambda: not store._reserved, "the room is free")
+
+
+def test_a_prompt_that_runs_on_keeps_its_room(server: Server, tmp_path: Path) -> None:
+    """Its client has left, but its cache is written all the same, and then nobody wants it."""
+    server.controller.runs = True
+    store = leave(server)
+    wait_until(lambda: len(server.controller.cancelled) == 1, "it is withdrawn")
+    assert server.client.get("/health").status_code == 200
+    assert len(store._reserved) == 1
+    server.controller.release()
+    wait_until(lambda: not store._reserved, "the room is free")
+    assert list((tmp_path / "kv").iterdir()) == []
+    assert server.post("/v1/completions", prompt="a", kv_transfer_params=ASK).status_code == 200
+
+
+def test_a_prompt_that_fails_gives_its_room_back(server: Server) -> None:
+    server.controller.answer = lambda request: PrefillResult(request.key, error="it was too much")
+    failed = server.post("/v1/completions", prompt="a", kv_transfer_params=ASK)
+    assert failed.status_code == 500
+    store = server.front.kv
+    assert store is not None
+    wait_until(lambda: not store._reserved, "the room is free")
+
+
+def test_what_is_discarded_leaves_nothing(store: KvStore, tmp_path: Path) -> None:
+    id_, path = store.reserve(1, 0.0)
+    path.write_bytes(b"x")
+    path.with_name(f".{path.name}.tmp").write_bytes(b"x")
+    store.discard(id_)
+    assert list((tmp_path / "kv").iterdir()) == []
+    store.reserve((LIMIT - HEADER) // PER_TOKEN, 0.0)

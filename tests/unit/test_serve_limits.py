@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.control.messages import PrefillResult, Refused
+from engine.control.messages import PrefillResult, Refused, Results
 from engine.serve.protocol import MAX_HEADER_BYTES
 from helpers.offline import ByteCodec, byte_tokenizer
 from helpers.serving import Server, served, wait_until
@@ -99,6 +99,17 @@ def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
     assert_serves(server)
     text = server.client.get("/metrics").text
     assert 'asapctl_http_requests_total{path="/v1/completions",status="499"} 1.0' in text
+
+
+def test_answers_to_who_left_and_to_nobody_harm_nothing(server: Server) -> None:
+    server.controller.runs = True
+    for client in hold(server, 2):
+        client.close()
+    wait_until(lambda: len(server.controller.cancelled) == 2, "both are withdrawn")
+    server.controller.say(Results([PrefillResult(12345, 1)]))
+    server.controller.release()
+    assert_serves(server)
+    wait_until(lambda: not server.front.engine._results, "nothing is waited for")
 
 
 def test_a_refusal_by_the_controller_fails_what_waits(server: Server) -> None:
