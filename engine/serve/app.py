@@ -30,6 +30,7 @@ def make_app(front: Front) -> FastAPI:
 
     app = FastAPI(
         openapi_url=None,  # bodies are checked by engine.api, of which pydantic knows nothing
+        redirect_slashes=False,
         lifespan=lifespan,
         exception_handlers={
             RequestError: on_request_error,
@@ -89,7 +90,7 @@ async def delete_kv(request: Request, kv_id: str) -> Response:
     return json_response({"id": kv_id, "object": "kv", "deleted": True})
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
     """Whether it makes progress. 503 with what is wrong when it does not."""
     snapshot = await _front(request).snapshot()
@@ -98,7 +99,7 @@ async def health(request: Request) -> Response:
     return json_response({"status": status, "problems": problems}, 503 if problems else 200)
 
 
-@router.get("/ready")
+@router.api_route("/ready", methods=["GET", "HEAD"])
 async def ready(request: Request) -> Response:
     """Whether to send prompts here: loaded, and not about to end."""
     snapshot = await _front(request).snapshot()

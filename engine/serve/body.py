@@ -17,7 +17,7 @@ async def read_body(request: Request, most_bytes: int, timeout_s: float, room: S
     """The body; `room` holds its bytes from then on.
 
     Raises RequestError: 413 over `most_bytes`, 408 after `timeout_s`, 415 when it is not announced
-    as JSON, 429 when there is no room for it; ClientDisconnect when the client left.
+    as plain JSON, 429 when there is no room for it; ClientDisconnect when the client left.
     """
     _check_type(request)
     announced = _announced(request)
@@ -62,6 +62,13 @@ async def left(request: Request) -> None:
 
 def _check_type(request: Request) -> None:
     """A web page of another origin cannot send JSON unasked, but any other type it can."""
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip()
+    if encoding.lower() not in ("", "identity"):
+        raise RequestError(
+            f"the content encoding must be identity, not {show(encoding)}",
+            code="unsupported_media_type",
+            status=415,
+        )
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         raise RequestError(

@@ -6,6 +6,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 << 10
+_TOO_LARGE = "the headers are too large"
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -29,7 +30,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
-                self._refuse(431, "the headers are too large")
+                self._refuse(431, _TOO_LARGE)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -37,6 +38,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_wait()
+        # They may have come in one piece with their end, of which data_received saw nothing.
+        if len(self.url) + sum(len(n) + len(v) + 4 for n, v in self.headers) > MAX_HEADER_BYTES:
+            self._refuse(431, _TOO_LARGE)
+            raise ValueError(_TOO_LARGE)  # so that the parser takes nothing more
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -272,6 +272,18 @@ def test_endless_headers(server: Server) -> None:
     assert_serves(server)
 
 
+@pytest.mark.parametrize("body", [b"", b"{}"])
+@pytest.mark.parametrize(("headers", "status"), [(60, 400), (70, 431)])
+def test_large_headers_that_come_at_once(
+    server: Server, body: bytes, headers: int, status: int
+) -> None:
+    """The first are large, but not too large."""
+    more = "".join(f"x-{number}: {'a' * 1000}\r\n" for number in range(headers))
+    head = post_head(len(body), f"connection: close\r\n{more}")
+    assert whole(server.raw(head + body))[0] == status
+    assert_serves(server)
+
+
 def test_an_unread_body_ends_the_connection(server: Server) -> None:
     connection = server.raw(post_head(1000).replace(b"/v1/completions", b"/nothing"))
     assert whole(connection)[0] == 404

@@ -246,12 +246,26 @@ def test_what_is_not_json_is_not_read(server: Server) -> None:
     assert error_of(response)[:2] == (415, "unsupported_media_type")
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "identity, gzip", "br"])
+def test_what_is_compressed_is_not_read(server: Server, encoding: str) -> None:
+    for path in ("/v1/completions", "/tokenize"):
+        response = server.client.post(
+            path, json={"prompt": "a"}, headers={"content-encoding": encoding}
+        )
+        assert error_of(response)[:2] == (415, "unsupported_media_type")
+        assert encoding in response.json()["error"]["message"]
+    plain = {"content-encoding": "Identity"}
+    assert server.client.post("/tokenize", json={"prompt": "a"}, headers=plain).status_code == 200
+
+
 def test_unknown_paths_and_methods(server: Server) -> None:
     assert error_of(server.client.get("/v2/completions"))[:2] == (404, "not_found")
     response = server.client.get("/v1/completions")
     assert error_of(response)[:2] == (405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
     assert error_of(server.client.get("/docs"))[0] == 404
+    slash = server.client.post("/v1/completions/", json={"prompt": "a"})
+    assert error_of(slash)[:2] == (404, "not_found")
 
 
 def test_a_prompt_that_fails(server: Server, client: openai.OpenAI) -> None:
@@ -281,6 +295,10 @@ def test_health_and_readiness(server: Server) -> None:
     assert get("/ready").status_code == 200
     server.controller.snapshot = msgspec.structs.replace(HEALTHY, ready=False)
     assert (get("/health").status_code, get("/ready").status_code) == (200, 503)
+    for path in ("/health", "/ready"):
+        head = server.client.head(path)
+        assert (head.status_code, head.content) == (get(path).status_code, b"")
+        assert head.headers["content-length"] == get(path).headers["content-length"]
     server.controller.snapshot = msgspec.structs.replace(HEALTHY, quitting=True)
     assert get("/ready").status_code == 503
 
