@@ -29,6 +29,8 @@ from engine.offline.stats import Tally
 
 _POLL_S = 0.1
 _SNAPSHOT_S = 0.5
+# Ranks report five times a second: in less, a short run would end without what they did.
+_REPORT_LAG_S = 0.25
 # One turn reads no more than this before results are looked at again.
 _TURN_LINES = 64
 _TURN_TOKENS = 16384
@@ -134,6 +136,7 @@ class Runner:
                 self._report()
             if self._engine is None:
                 return []
+            self._engine.receive(_REPORT_LAG_S)  # nothing more comes but the ranks' last reports
             snapshot = self._engine.fresh_snapshot(2.0)
             return snapshot.ranks if snapshot is not None else []
 
