@@ -332,10 +332,6 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     requests: list[PrefillRequest]
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End now; nothing is running any more or nothing of it matters."""
-
-
 class Record(msgspec.Struct, frozen=True, tag=True):
     """Record spans from now on for `seconds`, then send them as Spans."""
 
@@ -405,7 +401,6 @@ Message: TypeAlias = (
     | BatchDone
     | Welcome
     | Run
-    | Stop
     | Record
     | Spans
     | Supervise

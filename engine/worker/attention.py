@@ -6,13 +6,14 @@ import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import zmq
 
 from engine.comm.primitives import Arrival, AttentionEndpoint, Peer
 from engine.comm.shm import ShmAttentionEndpoint
-from engine.control.messages import BatchDone, LaneStatus, Progress, Record, Run, Stop
+from engine.control.messages import BatchDone, LaneStatus, Progress, Record, Run
 from engine.model.config import load_config
 from engine.model.loading import load_attention
 from engine.worker.lane import Lane
@@ -48,12 +49,10 @@ class AttentionLoop:
         self._next = 0  # the lane to look at first: they take turns
         link.watch(endpoint.socket, lifeline.fileno())
 
-    def run(self) -> None:
-        """Until the controller says stop."""
+    def run(self) -> NoReturn:
+        """Until this process is killed: no rank ends in any other way."""
         while True:
             for message in self._link.receive():
-                if isinstance(message, Stop):
-                    return
                 if isinstance(message, Run):
                     self._start(message)
                 if isinstance(message, Record):

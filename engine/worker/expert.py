@@ -9,13 +9,14 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import zmq
 
 from engine.comm.primitives import ExpertEndpoint, WorkItem
 from engine.comm.shm import ShmExpertEndpoint
-from engine.control.messages import HotExpert, Progress, Record, Stop
+from engine.control.messages import HotExpert, Progress, Record
 from engine.model.config import load_config
 from engine.model.experts import ExpertModel
 from engine.model.loading import load_experts
@@ -53,13 +54,11 @@ class ExpertLoop:
         self._ready = False
         link.watch(endpoint.socket, lifeline.fileno())
 
-    def run(self, load_seconds: float) -> None:
-        """Until the controller says stop."""
+    def run(self, load_seconds: float) -> NoReturn:
+        """Until this process is killed: no rank ends in any other way."""
         self._load_seconds = load_seconds
         while True:
             for message in self._link.receive():
-                if isinstance(message, Stop):
-                    return
                 if isinstance(message, Record):
                     self._recorder.start(message.seconds)
             if self._recorder.over:

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 
@@ -29,13 +28,6 @@ class Lifeline:
     def fileno(self) -> int:
         return self._link.fileno()
 
-    @contextmanager
-    def _closing(self, fd: int) -> Iterator[int]:
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
     def receive(self) -> Iterator[Peer]:
         """The peers that were started again since. Each one's descriptor lasts until the next."""
         while True:
@@ -47,5 +39,7 @@ class Lifeline:
                 return
             data, (window,) = packet
             spec = _decode(data)
-            with self._closing(window):
+            try:
                 yield Peer(id=spec.id, bell=spec.bell, fd=window, shape=spec.shape)
+            finally:
+                os.close(window)
