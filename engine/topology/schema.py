@@ -20,6 +20,7 @@ Peers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_PEERS)]
 Auto: TypeAlias = Literal["auto"]
 Device: TypeAlias = Literal["cpu", "cuda", "npu"]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+Gigabytes: TypeAlias = Annotated[float, Meta(ge=0.001, le=10**6)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.001, le=31_536_000)]
 
 
@@ -38,11 +39,17 @@ class Model(Section, frozen=True):
 
 
 class Attention(Section, frozen=True):
-    """groups: how many copies of the attention side work on prompts at the same time."""
+    """groups: how many copies of the attention side work on prompts at the same time.
+    tensor_parallel: over how many ranks the heads of a group are divided. device_memory_gb: of one
+    device, in 10^9 bytes; without it, what the devices here have. overlap: sends and receives on
+    streams of their own, where the device has streams.
+    """
 
     groups: Peers | Auto = "auto"
-    tensor_parallel: Count = 1
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     device: Device = "cpu"
+    device_memory_gb: Gigabytes | None = None
+    overlap: bool = False
     threads: Count | Auto = "auto"
 
 
@@ -51,6 +58,7 @@ class Experts(Section, frozen=True):
 
     ranks: Peers | Auto = "auto"
     device: Device = "cpu"
+    device_memory_gb: Gigabytes | None = None
     threads: Count | Auto = "auto"
     shared_experts: Literal["attention", "experts"] = "attention"
     order: Literal["round-robin", "first-ready"] = "round-robin"
@@ -58,10 +66,14 @@ class Experts(Section, frozen=True):
 
 
 class Comm(Section, frozen=True):
-    """window_tokens: most tokens in one dispatch; a larger one goes in several."""
+    """transport: what carries the payload; "auto" is shm, or nccl or hccl between devices that have
+    it. window_tokens: most tokens in one dispatch of a group; a larger one goes in several.
+    connect_timeout_s: how long ranks wait for each other's communicators.
+    """
 
     transport: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
     window_tokens: Count | Auto = "auto"
+    connect_timeout_s: Annotated[float, Meta(ge=1, le=7200)] = 300.0
 
 
 class Schedule(Section, frozen=True):
@@ -151,15 +163,11 @@ SECTIONS: dict[str, type[Section]] = {
 
 # What this version runs, where the vocabulary is wider.
 SUPPORTED: dict[tuple[str, str], tuple[object, ...]] = {
-    ("attention", "tensor_parallel"): (1,),
-    ("attention", "device"): ("cpu",),
     ("attention", "threads"): ("auto", 1),
-    ("experts", "device"): ("cpu",),
     ("experts", "threads"): ("auto", 1),
     ("experts", "shared_experts"): ("attention",),
     ("experts", "order"): ("round-robin",),
     ("experts", "replicas"): ({},),
-    ("comm", "transport"): ("auto", "shm"),
     ("schedule", "policy"): ("asap",),
     ("instances", "count"): (1,),
 }

@@ -66,7 +66,7 @@ def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
         (
             "[experts]\nthreads = 1\nqqq = 1",
             "[experts] qqq: unknown key; "
-            "[experts] has ranks, device, threads, shared_experts, order, replicas",
+            "[experts] has ranks, device, device_memory_gb, threads, shared_experts, order, replicas",
         ),
         ("[atention]\n", "[atention]: unknown section; did you mean [attention]?"),
         ("lanes = 2", "lanes: stands outside any section; put it in [schedule]"),
@@ -97,13 +97,13 @@ def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
             '[model] dtype: expected "auto", "float32", "float16" or "bfloat16", got "fp8"',
         ),
         (
-            "[attention]\ntensor_parallel = 4",
-            "[attention] tensor_parallel: this version has only 1, not 4; change or remove the key",
+            '[experts]\norder = "first-ready"',
+            '[experts] order: this version has only "round-robin", not "first-ready"; '
+            "change or remove the key",
         ),
         (
-            '[comm]\ntransport = "nccl"',
-            '[comm] transport: this version has only "auto" or "shm", not "nccl"; '
-            "change or remove the key",
+            '[comm]\ntransport = "mpi"',
+            '[comm] transport: expected "auto", "shm", "gloo", "nccl" or "hccl", got "mpi"',
         ),
         (
             "[serve]\nport = 65536",

@@ -1,0 +1,42 @@
+"""The CPU: no streams, and gloo for process groups."""
+
+from __future__ import annotations
+
+import platform
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import psutil
+import torch
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
+
+from engine.device.base import Device, Kind
+
+
+class Cpu(Device):
+    kind: ClassVar[Kind] = "cpu"
+    backend: ClassVar[str] = "gloo"
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+
+    def name(self) -> str:
+        return platform.processor() or platform.machine()
+
+    def memory(self) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def process_group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+        return gloo(store, rank, size, timeout)
+
+
+def gloo(
+    store: Store, rank: int, size: int, timeout: timedelta, address: str = "127.0.0.1"
+) -> ProcessGroupGloo:
+    """A gloo group whose connections are made to and from `address`."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    options._threads = 1
+    return ProcessGroupGloo(store, rank, size, options)
