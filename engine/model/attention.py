@@ -2,6 +2,10 @@
 
 Reads like the architecture: embed, then for each layer attend, then dense or route (and shared)
 with the experts' output added in between, then logits. Parameters are named as in the checkpoint.
+
+A member of a tensor-parallel group is this model with fewer heads (`sharding.shard_config`): it
+normalises its own rows, mixes all rows with its own heads, and does everything else for its own
+rows. `config` is then the member's.
 """
 
 from collections.abc import Sequence
@@ -53,6 +57,11 @@ class AttentionModel(nn.Module):
         """What hidden states are computed in."""
         return self.model.norm.weight.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are; token ids, positions and hidden states must be there too."""
+        return self.model.norm.weight.device
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] int64 -> [N, H]."""
         hidden: Tensor = self.model.embed_tokens(token_ids)
@@ -70,10 +79,31 @@ class AttentionModel(nn.Module):
         spans: Sequence[Span],
         kvs: Sequence[PromptKV],
     ) -> Tensor:
-        """[N, H] -> [N, H], residual added. `kvs` holds each span's prompt."""
-        block = self._block(layer)
-        mixed: Tensor = block.self_attn(block.input_layernorm(hidden), rope, spans, kvs)
-        return hidden + mixed
+        """[N, H] -> [N, H], residual added. `kvs` holds each span's prompt.
+
+        For a model that holds all heads; of a shard, the members' `mix` have to be summed first.
+        """
+        return hidden + self.mix(layer, self.norm_input(layer, hidden), rope, spans, kvs)
+
+    def norm_input(self, layer: int, hidden: Tensor) -> Tensor:
+        """What attention reads: [n, H] -> [n, H], for any rows of a batch."""
+        normed: Tensor = self._block(layer).input_layernorm(hidden)
+        return normed
+
+    def mix(
+        self,
+        layer: int,
+        x: Tensor,
+        rope: Rotation,
+        spans: Sequence[Span],
+        kvs: Sequence[PromptKV],
+    ) -> Tensor:
+        """Attention of all rows x [N, H] of `norm_input`: [N, H], without the residual.
+
+        Of the heads that are held: the outputs of a group's members add up to attention's.
+        """
+        mixed: Tensor = self._block(layer).self_attn(x, rope, spans, kvs)
+        return mixed
 
     def route(self, layer: int, hidden: Tensor) -> Routed:
         """What a MoE layer sends to the experts; the caller adds their output to `hidden`."""

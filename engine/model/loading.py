@@ -14,8 +14,10 @@ from engine.model.architecture import ModelConfig
 from engine.model.attention import AttentionModel
 from engine.model.checkpoint import Checkpoint
 from engine.model.experts import ExpertModel, stacked_shapes
+from engine.model.sharding import Cut, Shard, cut, is_zero, shard_config
 from engine.model.weights import (
     FusedExperts,
+    attention_parameters,
     expert_source,
     is_router,
     resolve_tie,
@@ -23,25 +25,44 @@ from engine.model.weights import (
     swap,
 )
 
+_CPU = torch.device("cpu")
+_ALL_HEADS = Shard()
 
-def load_attention(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> AttentionModel:
-    """Everything but the routed experts, in `dtype` (routers in float32)."""
+
+def load_attention(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    shard: Shard = _ALL_HEADS,
+) -> AttentionModel:
+    """Everything but the routed experts, in `dtype` (routers in float32), on `device`.
+
+    config: of the whole model; the result has the heads of `shard` only.
+    """
     checkpoint = Checkpoint(model_dir)
+    config = resolve_tie(checkpoint.tensors, config)
     with torch.device("meta"):
-        model = AttentionModel(resolve_tie(checkpoint.tensors, config))
+        model = AttentionModel(shard_config(config, shard.size))
     state: dict[str, Tensor] = {}
-    for name, empty in model.state_dict().items():
+    for name, shape in attention_parameters(config).items():
         stored = stored_name(checkpoint.tensors, config, name)
-        tensor = _read(checkpoint, stored, tuple(empty.shape))
-        state[name] = tensor.to(torch.float32 if is_router(name) else dtype)
+        tensor = _read_part(checkpoint, stored, shape, cut(name, shape, config, shard))
+        if is_zero(name, shard):
+            tensor = torch.zeros_like(tensor)
+        state[name] = tensor.to(device, torch.float32 if is_router(name) else dtype)
     model.load_state_dict(state, strict=True, assign=True)
     return model.requires_grad_(False)
 
 
 def load_experts(
-    model_dir: Path, config: ModelConfig, dtype: torch.dtype, experts: range
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    experts: range,
+    device: torch.device = _CPU,
 ) -> ExpertModel:
-    """The experts in `experts` of every MoE layer, in `dtype`."""
+    """The experts in `experts` of every MoE layer, in `dtype`, on `device`."""
     checkpoint = Checkpoint(model_dir)
     with torch.device("meta"):
         model = ExpertModel(config, experts)
@@ -60,8 +81,8 @@ def load_experts(
                 _read_into(checkpoint, gate_name, gate_out)
                 _read_into(checkpoint, up_name, up_out)
                 _read_into(checkpoint, down_name, down[local])
-        state[f"layers.{layer}.gate_up_proj"] = gate_up.to(dtype)
-        state[f"layers.{layer}.down_proj"] = down.to(dtype)
+        state[f"layers.{layer}.gate_up_proj"] = gate_up.to(device, dtype)
+        state[f"layers.{layer}.down_proj"] = down.to(device, dtype)
     model.load_state_dict(state, strict=True, assign=True)
     return model.requires_grad_(False)
 
@@ -81,6 +102,20 @@ def _read_fused(
         _read(checkpoint, source.gate_up, swap(gate_up), rows).transpose(1, 2).contiguous(),
         _read(checkpoint, source.down, swap(down), rows).transpose(1, 2).contiguous(),
     )
+
+
+def _read_part(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Cut | None
+) -> Tensor:
+    """`part` of a tensor, holding no more memory than that; rows are read alone, columns are not,
+    since they lie all over the file.
+    """
+    if part is None:
+        return _read(checkpoint, name, shape)
+    if part.dim == 0:
+        return _read(checkpoint, name, shape, slice(part.begin, part.end))
+    whole = _read(checkpoint, name, shape)
+    return whole[:, part.begin : part.end].clone(memory_format=torch.contiguous_format)
 
 
 def _read_into(checkpoint: Checkpoint, name: str, out: Tensor) -> None:

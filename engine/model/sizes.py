@@ -4,6 +4,7 @@ from math import prod
 
 from engine.model.architecture import GroupedQuery, ModelConfig
 from engine.model.experts import stacked_shapes
+from engine.model.sharding import most_rows, shard_config
 from engine.model.weights import attention_parameters, is_router
 
 _FLOAT32 = 4
@@ -16,20 +17,25 @@ def weight_bytes(
     role: str,
     local_experts: int,
     dtype_bytes: int,
+    size: int = 1,
 ) -> int:
-    """Bytes of one rank's parameters; `local_experts` (a layer) counts for the expert role only."""
+    """Bytes of one rank's parameters; `local_experts` (a layer) counts for the expert role only.
+
+    size: members of an attention group, which divide the heads; the same for each of them.
+    """
     if role == "expert":
         numbers = sum(prod(shape) for shape in stacked_shapes(config, local_experts))
         return numbers * len(config.moe_layers) * dtype_bytes
     return sum(
         prod(shape) * (_FLOAT32 if is_router(name) else dtype_bytes)
-        for name, shape in attention_parameters(config).items()
+        for name, shape in attention_parameters(shard_config(config, size)).items()
     )
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes that a token's cache takes over all layers."""
-    return sum(map(prod, config.kv_parts.values())) * config.layers * dtype_bytes
+def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int, size: int = 1) -> int:
+    """Bytes that a token's cache takes over all layers, on one of the `size` members of a group."""
+    parts = shard_config(config, size).kv_parts
+    return sum(map(prod, parts.values())) * config.layers * dtype_bytes
 
 
 def working_set_bytes(
@@ -37,9 +43,12 @@ def working_set_bytes(
     role: str,
     tokens: int,
     dtype_bytes: int,
+    size: int = 1,
 ) -> int:
     """Upper estimate of the activations of one batch of `tokens` (attention: logits included), or
     of one work item of as many rows (expert: the worst case, all for one expert).
+
+    size: members of an attention group; this is the first one's estimate, who has most rows.
     """
     hidden = config.hidden_size
     if role == "expert":
@@ -47,12 +56,16 @@ def working_set_bytes(
         wide = hidden + 4 * config.expert_intermediate + hidden
         return tokens * (wide * dtype_bytes + 2 * hidden * _FLOAT32)
 
+    own = most_rows(tokens, size)
     # All through a layer: the residual stream, the experts' sum, the normed input, the rotation.
-    held = 4 * hidden * dtype_bytes + 2 * config.rope.dim * dtype_bytes
-    norm = 3 * hidden * _FLOAT32
-    step = max(_attention_numbers(config) * dtype_bytes, _mlp_bytes(config, dtype_bytes))
+    held = own * 4 * hidden * dtype_bytes + tokens * 2 * config.rope.dim * dtype_bytes
+    norm = own * 3 * hidden * _FLOAT32
+    mixing = tokens * _attention_numbers(shard_config(config, size)) * dtype_bytes
+    step = max(mixing, own * _mlp_bytes(config, dtype_bytes))
+    # All members' inputs of attention, and partial outputs, padded and as they are exchanged.
+    shared = 0 if size == 1 else 4 * own * size * hidden * dtype_bytes + own * hidden * _FLOAT32
     logits = min(tokens, _LOGITS_ROWS) * config.vocab_size * (dtype_bytes + 3 * _FLOAT32)
-    return tokens * (held + norm + step) + logits
+    return held + norm + step + shared + logits
 
 
 def _attention_numbers(config: ModelConfig) -> int:
