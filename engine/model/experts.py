@@ -1,11 +1,13 @@
 """The expert half of the network: some of the routed experts, of every MoE layer."""
 
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.device.fused import ExpertTables, fused
 from engine.model.architecture import ModelConfig
 
 Shape3: TypeAlias = tuple[int, int, int]
@@ -49,7 +51,10 @@ class ExpertModel(nn.Module):
         out [n, H] is overwritten; it may lie in shared memory. Sums are taken in float32 in expert
         order, so a result does not depend on when anything arrived.
         """
-        experts = self.layers[str(layer)]
+        if (operator := fused(hidden.device).experts) is not None:
+            operator(self.tables, layer, hidden, counts, row_index, weights, out)
+            return
+        experts = self._layer(layer)
         total = out if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
         total.zero_()
         begin = 0
@@ -62,6 +67,23 @@ class ExpertModel(nn.Module):
             begin += count
         if total is not out:
             out.copy_(total)
+
+    @cached_property
+    def tables(self) -> ExpertTables:
+        """All layers' weights, as the operators of a device want them. To be read once they lie
+        where they stay.
+        """
+        layers = self.config.moe_layers
+        return ExpertTables(
+            layers,
+            [self._layer(layer).gate_up_proj for layer in layers],
+            [self._layer(layer).down_proj for layer in layers],
+        )
+
+    def _layer(self, layer: int) -> "_Experts":
+        experts = self.layers[str(layer)]
+        assert isinstance(experts, _Experts)
+        return experts
 
 
 class _Experts(nn.Module):

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.device.fused import fused
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm (arXiv 1910.07467) over the last dimension, in float32."""
@@ -14,6 +16,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if (norm := fused(x.device).rms_norm) is not None:
+            return norm(x, self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)

@@ -10,14 +10,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.device.fused import fused
 from engine.model.architecture import Rope
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every token's angles: [N, dim / 2] each, in the compute dtype."""
+    """Cosine and sine of every token's angles: [N, dim / 2] each, in the compute dtype.
+
+    unit: no value is beyond 1, as it may be where YaRN scales them; some operators ask for that.
+    """
 
     cos: Tensor
     sin: Tensor
+    unit: bool
 
 
 def rotation(rope: Rope, positions: Tensor, dtype: torch.dtype) -> Rotation:
@@ -25,7 +30,8 @@ def rotation(rope: Rope, positions: Tensor, dtype: torch.dtype) -> Rotation:
     frequencies = inverse_frequencies(rope).to(positions.device)
     angles = positions[:, None].float() * frequencies
     factor = rope.attention_factor
-    return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return Rotation(cos.to(dtype), sin.to(dtype), unit=abs(factor) <= 1)
 
 
 def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
@@ -35,6 +41,8 @@ def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
     pairs in its first half and the second in its second in both cases, since only dot products of
     queries with keys are taken and both are laid out alike.
     """
+    if rotation.unit and (turn := fused(x.device).rotate) is not None:
+        return turn(x, rotation.cos, rotation.sin, interleaved)
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.device.fused import fused
 from engine.model.architecture import ModelConfig, Router
 
 
@@ -23,11 +24,16 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x.float(), self.weight)
-        if self.router.kind == "softmax":
+        bias = self.e_score_correction_bias if self.router.kind == "sigmoid" else None
+        if (gate := fused(x.device).gate) is not None:
+            chosen = gate(logits, self.router, bias)
+            if chosen is not None:
+                return chosen
+        if bias is None:
             weights, experts = logits.softmax(-1).topk(self.router.top_k)
         else:
             scores = logits.sigmoid()
-            eligible = _in_best_groups(scores + self.e_score_correction_bias, self.router)
+            eligible = _in_best_groups(scores + bias, self.router)
             experts = eligible.topk(self.router.top_k).indices
             weights = scores.gather(1, experts)
         if self.router.normalize:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.device.fused import fused
+
 # Queries a masked block holds. A mask costs block * keys, so this bounds memory on long prompts.
 _BLOCK = 512
 
@@ -23,6 +25,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale:
     query [n, heads, d] holds the last n of the positions of key [m, kv_heads, d] and value
     [m, kv_heads, dv], dv <= d. Returns [n, heads, dv].
     """
+    if (attention := fused(query.device).attend) is not None:
+        mixed = attention(query, key, value, window, scale)
+        if mixed is not None:
+            return mixed
     rows, keys, value_dim = query.shape[0], key.shape[0], value.shape[-1]
     if value_dim < query.shape[-1]:
         # The memory-saving kernels want equal widths; zeros are cheaper than all the scores.
