@@ -1,0 +1,246 @@
+"""The environment of HCCL, NCCL and gloo: ports, interfaces, timeouts, buffers.
+
+One plan for all ranks, so that all have the same. What the user has set is kept, and said. The
+limits are those of CANN's environment variable reference (HCCL) and of NCCL's; nothing of it was
+run on an accelerator.
+"""
+
+import math
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from engine.echo import plain
+from engine.errors import UsageError
+from engine.launch.ports import (
+    FIRST_PORT,
+    LAST_PORT,
+    ephemeral_ports,
+    free_range,
+    parse_ports,
+    ports_in_use,
+)
+
+HCCL_BASE_PORTS = 16  # HCCL_IF_BASE_PORT takes so many from its value on
+HCCL_LAST_BASE = 65520
+HCCL_TIMEOUT_S = (120, 7200)
+HCCL_BUFFER_MIB = 200  # HCCL's own default
+_MIB = 1 << 20
+
+# How fast a rank reads its weights in bad cases, such as a network file system that all ranks read
+# from at once. Ranks come to their communicators that far apart.
+_SLOW_LOAD = 100 * 10**6
+
+# NCCL documents no figure. NVIDIA/nccl issue 964 measured 544 MB for a communicator of two A100,
+# and issue 1685 about 470 MB for each peer of an H100, sending and receiving, in 32 channels that
+# have a buffer of NCCL_BUFFSIZE and others. An estimate that meets the larger one.
+_NCCL_CHANNELS = 32
+_NCCL_CHANNEL_BYTES = 13 * _MIB
+_NCCL_BUFFER_BYTES = 4 * _MIB
+
+
+@dataclass
+class _Environment:
+    """What is planned, with the user's own values in place of it where there are some."""
+
+    environ: Mapping[str, str]
+    values: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def own(self, name: str) -> str | None:
+        """The user's value of `name`, which is kept; None without one."""
+        value = self.environ.get(name)
+        if value is not None and name not in self.values:
+            self.values[name] = value
+            self.notes.append(f"{name}={plain(value)} is kept, as your environment has it")
+        return value
+
+    def plan(self, name: str, value: str) -> None:
+        if self.own(name) is None:
+            self.values[name] = value
+
+
+def plan_environment(
+    *,
+    transport: str,
+    collectives: str | None,
+    ranks: int,
+    window_bytes: int,
+    connect_timeout_s: float = 300.0,
+    load_bytes: int = 0,
+    environ: Mapping[str, str] = os.environ,
+    interfaces: Sequence[str] | None = None,
+    ports: Collection[int] | None = None,
+    ephemeral: range | None = None,
+    seed: int | None = None,
+) -> tuple[dict[str, str], list[str]]:
+    """What to set in every rank's process, and sentences about it for the user.
+
+    transport: "shm", "gloo", "nccl" or "hccl". collectives: the backend of tensor-parallel groups,
+    None without any. ranks: processes on this node. window_bytes: the largest message.
+    load_bytes: the most weights that one rank reads. environ: the user's. For tests: interfaces
+    that are up, ports in use, those that the system gives out itself, and where the search for free
+    ones begins (of two instances that start at once, each should look elsewhere).
+
+    Raises UsageError for a value of the user's that HCCL would refuse, and without free ports.
+    """
+    backends = {transport, collectives}
+    plan = _Environment(environ)
+    if not backends & {"gloo", "nccl", "hccl"}:
+        return {}, []
+    interface = _interface(up_interfaces() if interfaces is None else interfaces)
+    if "gloo" in backends and interface:
+        plan.plan("GLOO_SOCKET_IFNAME", interface)
+    if "nccl" in backends:
+        if interface:
+            plan.plan("NCCL_SOCKET_IFNAME", f"={interface}")
+        # A device has this many queues for kernels. With fewer than there are streams, a send may
+        # stand in a queue behind a receive that waits for the peer's send.
+        plan.plan("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if "hccl" in backends:
+        if interface and plan.own("HCCL_IF_IP") is None:  # which goes before the interface
+            plan.plan("HCCL_SOCKET_IFNAME", f"={interface}")
+        _plan_hccl_ports(
+            plan,
+            ranks,
+            ports_in_use() if ports is None else ports,
+            ephemeral_ports() if ephemeral is None else ephemeral,
+            os.getpid() if seed is None else seed,
+        )
+        _plan_hccl_timeout(plan, connect_timeout_s, load_bytes)
+        _plan_hccl_buffers(plan, window_bytes)
+        if collectives == "hccl":
+            plan.plan("HCCL_DETERMINISTIC", "true")
+    return plan.values, plan.notes
+
+
+def communicator_bytes(backend: str, environment: Mapping[str, str]) -> int:
+    """Device memory that one communicator takes at each of its ends.
+
+    hccl: twice HCCL_BUFFSIZE, as CANN documents. nccl: an estimate. Others take none.
+    """
+    if backend == "hccl":
+        return 2 * _buffer_mib(environment) * _MIB
+    if backend == "nccl":
+        buffer = _positive(environment, "NCCL_BUFFSIZE", _NCCL_BUFFER_BYTES)
+        channels = min(
+            _positive(environment, name, _NCCL_CHANNELS)
+            for name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
+        )
+        return min(channels, _NCCL_CHANNELS) * (_NCCL_CHANNEL_BYTES + buffer)
+    return 0
+
+
+def up_interfaces() -> list[str]:
+    """Names of the network interfaces that are up."""
+    return [name for name, state in psutil.net_if_stats().items() if state.isup]
+
+
+def _interface(names: Sequence[str]) -> str | None:
+    """All ranks are on this node, so what they say to each other needs no network."""
+    if "lo" in names:
+        return "lo"
+    return min(names, default=None)
+
+
+def _plan_hccl_ports(
+    plan: _Environment, ranks: int, ports: Collection[int], ephemeral: range, seed: int
+) -> None:
+    """Ranges for the hosts' sockets and the devices' own. CANN takes the range before the base
+    port, so a base port of the user's rules out a range of ours.
+    """
+    taken = set(ports)
+    base = plan.own("HCCL_IF_BASE_PORT")
+    host = plan.own("HCCL_HOST_SOCKET_PORT_RANGE")
+    if base is not None:
+        if not re.fullmatch("[0-9]{1,5}", base) or not FIRST_PORT <= int(base) <= HCCL_LAST_BASE:
+            raise UsageError(
+                f"HCCL_IF_BASE_PORT={plain(base)}: must be {FIRST_PORT} to {HCCL_LAST_BASE}, since "
+                f"HCCL takes {HCCL_BASE_PORTS} ports from there on; unset it to have one chosen"
+            )
+        own = range(int(base), int(base) + HCCL_BASE_PORTS)
+        if host is None:
+            _say_in_use(plan, "HCCL_IF_BASE_PORT", [own], taken)
+        taken.update(own)
+    if host is not None:
+        taken.update(_own_ports(plan, "HCCL_HOST_SOCKET_PORT_RANGE", host, taken))
+    if base is None and host is None:
+        # One a process at least; a rank that starts again may find its old one not yet free.
+        chosen = free_range(max(HCCL_BASE_PORTS, 2 * ranks), taken, ephemeral, seed)
+        plan.plan("HCCL_HOST_SOCKET_PORT_RANGE", f"{chosen.start}-{chosen.stop - 1}")
+        plan.plan("HCCL_IF_BASE_PORT", str(chosen.start))  # for a CANN that has no ranges
+        taken.update(chosen)
+    npu = plan.own("HCCL_NPU_SOCKET_PORT_RANGE")
+    if npu is not None:
+        _own_ports(plan, "HCCL_NPU_SOCKET_PORT_RANGE", npu, ())
+        return
+    chosen = free_range(HCCL_BASE_PORTS, taken, ephemeral, seed)
+    plan.plan("HCCL_NPU_SOCKET_PORT_RANGE", f"{chosen.start}-{chosen.stop - 1}")
+
+
+def _own_ports(
+    plan: _Environment, name: str, value: str, taken: Collection[int]
+) -> Collection[int]:
+    """The ports of a range that the user has set."""
+    ranges = parse_ports(value)
+    if ranges is None:
+        raise UsageError(
+            f"{name}={plain(value)}: not ports of 1 to {LAST_PORT}, as in 61000-61050 or "
+            "61000,61050-61100, each once; correct it, or unset it to have a range chosen"
+        )
+    _say_in_use(plan, name, ranges, taken)
+    return {port for ports in ranges for port in ports}
+
+
+def _say_in_use(
+    plan: _Environment, name: str, ranges: Sequence[range], taken: Collection[int]
+) -> None:
+    used = sorted(port for ports in ranges for port in ports if port in taken)
+    if used:
+        plan.notes.append(f"{name}: port {used[0]} is in use, so HCCL may fail to start; unset it")
+
+
+def _plan_hccl_timeout(plan: _Environment, connect_timeout_s: float, load_bytes: int) -> None:
+    least, most = HCCL_TIMEOUT_S
+    own = plan.own("HCCL_CONNECT_TIMEOUT")
+    if own is not None:
+        if not re.fullmatch("[0-9]{1,5}", own) or not least <= int(own) <= most:
+            raise UsageError(
+                f"HCCL_CONNECT_TIMEOUT={plain(own)}: must be whole seconds of {least} to {most}; "
+                "correct it, or unset it and use [comm] connect_timeout_s"
+            )
+        return
+    skew = load_bytes / _SLOW_LOAD
+    seconds = min(most, max(least, math.ceil(connect_timeout_s), math.ceil(skew)))
+    plan.plan("HCCL_CONNECT_TIMEOUT", str(seconds))
+    if seconds > math.ceil(connect_timeout_s):
+        why = "HCCL takes no less" if seconds == least else "slow storage may take that long"
+        plan.notes.append(f"ranks wait {seconds} s for each other's HCCL communicators: {why}")
+
+
+def _plan_hccl_buffers(plan: _Environment, window_bytes: int) -> None:
+    if plan.own("HCCL_BUFFSIZE") is None:
+        # CANN's advice is more than the data of one operation.
+        plan.plan("HCCL_BUFFSIZE", str(window_bytes // _MIB + 1))
+    mib = _buffer_mib(plan.values)
+    if mib * _MIB < window_bytes:
+        plan.notes.append(
+            f"HCCL_BUFFSIZE={mib} is less than a message ({window_bytes / _MIB:.0f} MiB), which "
+            "makes it slower"
+        )
+
+
+def _buffer_mib(environment: Mapping[str, str]) -> int:
+    return _positive(environment, "HCCL_BUFFSIZE", HCCL_BUFFER_MIB)
+
+
+def _positive(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name)
+    if value is None:
+        return default
+    if not re.fullmatch("[0-9]{1,12}", value) or int(value) < 1:
+        raise UsageError(f"{name}={plain(value)}: must be a whole number above 0; or unset it")
+    return int(value)
