@@ -22,7 +22,7 @@ def write_kv(
     token_ids: Sequence[int],
     metadata: Mapping[str, str] | None = None,
 ) -> KvFile:
-    """Write `tensors` (each [tokens, ...]) to `path` as safetensors.
+    """Write `tensors` (each [tokens, ...], on any device) to `path` as safetensors.
 
     The file has no name until it is complete and synced, so whoever is killed while writing leaves
     nothing; then the folder is synced, and once this returns the file survives a crash. metadata:
@@ -72,7 +72,7 @@ def _serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> I
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
-        yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from engine.model.layers import GatedMLP, RMSNorm
 from engine.model.mla import LatentAttention
 from engine.model.rope import Rotation, rotation
 from engine.model.router import Gate
+from engine.model.sharding import shard_config
 from engine.model.spans import Span
 
 __all__ = ["AttentionModel", "PromptKV", "Rotation", "Routed", "Span"]
@@ -38,12 +39,14 @@ class Routed(NamedTuple):
 class AttentionModel(nn.Module):
     """Works on packed batches [N, H]: the tokens of all spans, one after another.
 
-    The worker owns the loop over layers; every method is one step of it.
+    The worker owns the loop over layers; every method is one step of it. `config` is that of what
+    is held, `whole` that of the model: they differ in heads when a group of `size` divides them.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, size: int = 1):
         super().__init__()
-        self.config = config
+        self.whole = config
+        self.config = config = shard_config(config, size)
         self.model = _Decoder(config)
         self.lm_head = (
             None
@@ -87,6 +90,8 @@ class AttentionModel(nn.Module):
 
     def norm_input(self, layer: int, hidden: Tensor) -> Tensor:
         """What attention reads: [n, H] -> [n, H], for any rows of a batch."""
+        if not len(hidden):
+            return hidden
         normed: Tensor = self._block(layer).input_layernorm(hidden)
         return normed
 
@@ -107,6 +112,9 @@ class AttentionModel(nn.Module):
 
     def route(self, layer: int, hidden: Tensor) -> Routed:
         """What a MoE layer sends to the experts; the caller adds their output to `hidden`."""
+        if not len(hidden):
+            nothing = hidden.new_empty(0, self.config.top_k, dtype=torch.float32)
+            return Routed(hidden, nothing.long(), nothing)
         x = self._block(layer).post_attention_layernorm(hidden)
         return Routed(x, *self._moe(layer).gate(x))
 
@@ -117,6 +125,8 @@ class AttentionModel(nn.Module):
 
     def dense(self, layer: int, hidden: Tensor) -> Tensor:
         """A layer without experts: [N, H] -> [N, H], residual added."""
+        if not len(hidden):
+            return hidden
         block = self._block(layer)
         out: Tensor = block.mlp(block.post_attention_layernorm(hidden))
         return hidden + out

@@ -55,10 +55,21 @@ class PromptKV:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything kept: "layers.{i}.{part}" to [length, ...]."""
-        if any(filled != self.length for filled in self._filled) or not self.keep:
-            raise ValueError("the prompt is not finished or its KV cache was not kept")
+        self._check_whole()
         return {
             f"layers.{layer}.{name}": part
             for layer, parts in sorted(self._stored.items())
             for name, part in zip(self._shapes, parts, strict=True)
         }
+
+    def take(self, layer: int) -> dict[str, Tensor]:
+        """The parts of one layer [length, ...], named as in `tensors`, and no longer held here."""
+        self._check_whole()
+        parts = self._stored.pop(layer)
+        return {
+            f"layers.{layer}.{name}": part for name, part in zip(self._shapes, parts, strict=True)
+        }
+
+    def _check_whole(self) -> None:
+        if any(filled != self.length for filled in self._filled) or not self.keep:
+            raise ValueError("the prompt is not finished or its KV cache was not kept")

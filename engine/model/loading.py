@@ -14,7 +14,7 @@ from engine.model.architecture import ModelConfig
 from engine.model.attention import AttentionModel
 from engine.model.checkpoint import Checkpoint
 from engine.model.experts import ExpertModel, stacked_shapes
-from engine.model.sharding import Cut, Shard, cut, is_zero, shard_config
+from engine.model.sharding import Cut, Shard, cut, is_zero
 from engine.model.weights import (
     FusedExperts,
     attention_parameters,
@@ -43,7 +43,7 @@ def load_attention(
     checkpoint = Checkpoint(model_dir)
     config = resolve_tie(checkpoint.tensors, config)
     with torch.device("meta"):
-        model = AttentionModel(shard_config(config, shard.size))
+        model = AttentionModel(config, shard.size)
     state: dict[str, Tensor] = {}
     for name, shape in attention_parameters(config).items():
         stored = stored_name(checkpoint.tensors, config, name)
