@@ -10,11 +10,6 @@ import typer
 from asapctl.options import Model, Overrides, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
-
-    from engine.launch.budget import RankPlan
     from engine.launch.plan import Plan
 
 
@@ -28,6 +23,13 @@ def check(
             metavar="DIR", help="Plan for KV caches that are written to this folder, as prefill's."
         ),
     ] = None,
+    assume_devices: Annotated[
+        bool,
+        typer.Option(
+            "--assume-devices",
+            help="As if this machine had the devices, and the memory, that the topology asks for.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as one JSON object.")
     ] = False,
@@ -35,9 +37,12 @@ def check(
     """Check a topology without starting anything.
 
     Prints the ranks, the experts that each holds and the memory that each needs. All problems are
-    reported at once, and then the exit code is 2.
+    reported at once, and then the exit code is 2. The configs of deepseek-v3 and qwen3-235b-a22b
+    come with asapctl, to plan with.
 
     Example: asapctl check cpu-2a2e --model ~/models/Mixtral-8x7B --set schedule.lanes=3
+
+    Example: asapctl check atlas-a3 --model qwen3-235b-a22b --assume-devices
     """
     from engine.kv.folder import check_folder
     from engine.launch.checks import Problems, plan_of
@@ -55,6 +60,8 @@ def check(
             model,
             keep_kv=lambda loaded: kv_dir is not None or loaded.serve.kv_dir is not None,
             on_note=lambda note: typer.echo(note, err=True),
+            only_to_look=True,
+            assume_devices=assume_devices,
         )
     problems.raise_all()
     assert plan is not None
@@ -70,6 +77,7 @@ def check(
 def _print_json(plan: Plan, notes: list[str]) -> None:
     import json
 
+    from asapctl.check_view import device_name
     from engine.echo import encodable
 
     schedule = plan.topology.schedule
@@ -85,29 +93,39 @@ def _print_json(plan: Plan, notes: list[str]) -> None:
                 "dtype": plan.dtype,
                 "max_model_len": plan.max_model_len,
                 "groups": plan.groups,
+                "tensor_parallel": plan.tensor_parallel,
                 "lanes": plan.lanes,
                 "min_batch_tokens": schedule.min_batch_tokens,
                 "max_batch_tokens": schedule.max_batch_tokens,
                 "window_tokens": plan.window_tokens,
-                "transport": plan.topology.comm.transport,
+                "transport": plan.transport,
+                "environment": {name: encodable(text) for name, text in plan.environment.items()},
                 "ranks": [
                     {
                         "rank": str(rank.id),
                         "role": rank.id.role,
-                        "device": "cpu",
+                        "device": device_name(rank),
                         "first_expert": rank.experts.start if rank.experts else None,
                         "experts": len(rank.experts),
                         "weights_bytes": rank.weights_bytes,
                         "windows_bytes": rank.windows_bytes,
                         "working_set_bytes": rank.working_set_bytes,
                         "kv_bytes": rank.kv_bytes,
+                        "gathered_kv_bytes": rank.gathered_bytes,
+                        "communicators_bytes": rank.communicators_bytes,
+                        "driver_bytes": rank.driver_bytes,
                         "process_bytes": rank.process_bytes,
+                        "host_bytes": rank.host_bytes,
+                        "device_bytes": rank.device_bytes,
+                        "device_limit_bytes": plan.limits.device(rank.id.role),
                         "total_bytes": rank.total,
                     }
                     for rank in plan.ranks
                 ],
                 "memory_needed_bytes": plan.memory_needed,
-                "memory_available_bytes": plan.memory_available,
+                "memory_available_bytes": None if plan.assumed else plan.memory_available,
+                "config_only": plan.config_only,
+                "assumed": plan.assumed,
                 "notes": notes,
             }
         )
@@ -117,6 +135,7 @@ def _print_json(plan: Plan, notes: list[str]) -> None:
 def _print(plan: Plan, notes: list[str]) -> None:
     from rich.console import Console
 
+    from asapctl.check_view import device_lines, rank_table
     from engine.launch.budget import show_bytes
 
     def say(label: str, text: str) -> None:
@@ -131,56 +150,22 @@ def _print(plan: Plan, notes: list[str]) -> None:
         f"{config.architecture}: {config.layers} layers, {config.experts} experts, "
         f"top {config.top_k}, computed in {plan.dtype}",
     )
+    if plan.tensor_parallel > 1:
+        say("groups", f"{plan.groups}, of {plan.tensor_parallel} attention ranks each")
     say(
         "batches",
         f"{plan.lanes} a group, of {schedule.min_batch_tokens} to "
         f"{schedule.max_batch_tokens} tokens",
     )
-    say("windows", f"{plan.window_tokens} tokens a dispatch, {plan.topology.comm.transport}")
-    console.print(_table(plan.ranks))
-    say(
-        "memory",
-        f"{show_bytes(plan.memory_needed)} with controller and zygote; "
-        f"{plan.machine.memory_limit} has {show_bytes(plan.memory_available)} free",
-    )
+    say("windows", f"{plan.window_tokens} tokens a dispatch, {plan.transport}")
+    console.print(rank_table(plan.ranks))
+    free = "not looked at here"
+    if not plan.assumed:
+        free = f"{plan.machine.memory_limit} has {show_bytes(plan.memory_available)} free"
+    say("memory", f"{show_bytes(plan.memory_needed)} with controller and zygote; {free}")
+    for line in device_lines(plan):
+        say("devices", line)
+    for name, value in plan.environment.items():
+        say("set", f"{name}={value}")
     for note in notes:
         say("note", note)
-
-
-def _table(ranks: Sequence[RankPlan]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    from engine.launch.budget import show_bytes
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    table.add_column("rank", no_wrap=True)
-    table.add_column("on", no_wrap=True)
-    table.add_column("experts", no_wrap=True)
-    columns = ["weights", "windows", "working\nset", "KV", "process", "total"]
-    if not any(rank.kv_bytes for rank in ranks):
-        columns.remove("KV")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for rank in ranks:
-        sizes = {
-            "weights": rank.weights_bytes,
-            "windows": rank.windows_bytes,
-            "working\nset": rank.working_set_bytes,
-            "KV": rank.kv_bytes,
-            "process": rank.process_bytes,
-            "total": rank.total,
-        }
-        table.add_row(
-            str(rank.id),
-            "cpu",
-            _experts(rank.experts),
-            *(show_bytes(sizes[column]) if sizes[column] else "-" for column in columns),
-        )
-    return table
-
-
-def _experts(experts: range) -> str:
-    if len(experts) < 2:
-        return f"{experts.start} (1)" if experts else "-"
-    return f"{experts.start}-{experts.stop - 1} ({len(experts)})"

@@ -1,6 +1,5 @@
 """A topology's name and a model -> a plan, or everything that is wrong with both at once."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from engine.echo import is_utf8
 from engine.errors import UsageError
-from engine.files import absolute, exists
-from engine.launch.machine import read_machine
-from engine.launch.model_dir import DEMO, find_model_dir
+from engine.files import exists
+from engine.launch.model_dir import DEMO, find_model_dir, refuse_config_only
 from engine.launch.signals import import_torch
 from engine.model.config import load_config
 from engine.topology.load import TopologyError, load_topology
@@ -50,11 +48,16 @@ def plan_of(
     keep_kv: bool | Callable[[Topology], bool] = False,
     on_topology: Callable[[Topology], None] = lambda topology: None,
     on_note: Callable[[str], None] = lambda note: None,
+    only_to_look: bool = False,
+    assume_devices: bool = False,
 ) -> "Plan":
     """The plan for a topology (a file, or a packaged one's name) and a model (None: its own).
 
-    on_topology: what else has to be looked after in a topology that has been read; it may raise
-    UsageError. Raises UsageError with every problem of all of it, one a line.
+    only_to_look: a packaged config will do, without weights. assume_devices: as if this machine had
+    the devices and the memory that the topology asks for. on_topology: what else has to be looked
+    after in a topology that has been read; it may raise UsageError.
+
+    Raises UsageError with every problem of all of it, one a line.
     """
     try:
         loaded = load_topology(topology, overrides)
@@ -75,7 +78,14 @@ def plan_of(
         from engine.launch.plan import make_plan
 
         model_dir = _find(loaded, model, on_note)
-        plan = make_plan(loaded, model_dir, keep_kv(loaded) if callable(keep_kv) else keep_kv)
+        if not only_to_look:
+            refuse_config_only(model_dir)
+        plan = make_plan(
+            loaded,
+            model_dir,
+            keep_kv(loaded) if callable(keep_kv) else keep_kv,
+            assume="devices" if assume_devices else "nothing",
+        )
     found.raise_all()
     assert plan is not None
     return plan
@@ -102,14 +112,13 @@ def _check_rest(topology: Topology | None, model: str | Path | None) -> None:
     if topology is None:
         if model is not None and str(model) != DEMO:
             _check_local(Topology(), model)
-            load_config(absolute(model, "--model"))
+            load_config(find_model_dir(Topology(), model))
         return
     _check_local(topology, model)
     import_torch()
     from engine.launch.plan import make_plan
 
-    machine = dataclasses.replace(read_machine(), memory_bytes=2**62)
-    make_plan(topology, _find(topology, model), machine=machine)
+    make_plan(topology, _find(topology, model), assume="everything")
 
 
 def _check_local(topology: Topology, model: str | Path | None) -> None:

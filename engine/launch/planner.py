@@ -6,9 +6,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.launch.budget import BASE_BYTES, Layout, show_bytes
-from engine.launch.machine import Machine
+from engine.launch.accelerators import Kind
+from engine.launch.budget import Layout, show_bytes, show_device_bytes
+from engine.launch.resources import ROLES, UNLIMITED, Resources
+from engine.launch.shortage import device_shortages, fullest, host_shortage
+from engine.launch.wiring import wiring_problems
 from engine.model.architecture import ModelConfig
+from engine.model.sharding import problems as shard_problems
+from engine.topology.ranks import Role
 from engine.topology.schema import MOST_PEERS, Topology
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -18,6 +23,8 @@ AUTO_PROCESSES = 8
 AUTO_WINDOW_SHARE = 8  # automatic windows take at most an eighth of the memory
 LEAST_WINDOW = 64
 FILES_PER_PROCESS = 8
+# Sockets of a communicator: one each way, and one that waits for the peer.
+FILES_PER_COMMUNICATOR = 3
 
 
 @dataclass
@@ -27,14 +34,23 @@ class Planner:
     topology: Topology
     config: ModelConfig
     keep_kv: bool
-    machine: Machine
+    resources: Resources
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.wiring = self.resources.wiring
+        self.limits = self.resources.limits
+        self.machine = self.resources.machine
+        self.assume = self.resources.assume
 
     @property
     def dtype(self) -> str:
         wanted = self.topology.model.dtype
-        return "float32" if wanted == "auto" else wanted
+        if wanted != "auto":
+            return wanted
+        on_cpu = self.wiring.attention == self.wiring.experts == "cpu"
+        return "float32" if on_cpu else self.config.torch_dtype
 
     def choose_layout(self) -> Layout | None:
         """Groups, ranks and windows; None when the numbers asked for are impossible."""
@@ -44,10 +60,10 @@ class Planner:
         layout = self._layout(groups, ranks)
         asked = groups, ranks
         may_shrink = (
-            self.topology.attention.groups == "auto",
-            self.topology.experts.ranks == "auto",
+            self.topology.attention.groups == "auto" and self.wiring.attention == "cpu",
+            self.topology.experts.ranks == "auto" and self.wiring.experts == "cpu",
         )
-        while layout.total(self._shortest_limit) > self.machine.memory_bytes:
+        while layout.host_bytes(self._shortest_limit) > self.limits.host:
             if may_shrink[0] and groups > 1 and (groups >= ranks or not may_shrink[1]):
                 groups -= 1
             elif may_shrink[1] and ranks > 1:
@@ -60,19 +76,8 @@ class Planner:
                 f"{_count(groups, 'attention group')} and {_count(ranks, 'expert rank')} instead "
                 f"of {asked[0]} and {asked[1]}: memory has no room for more"
             )
-        if self.topology.comm.window_tokens == "auto" and (
-            layout.window_tokens < self.topology.schedule.max_batch_tokens
-        ):
-            self.notes.append(
-                f"windows of {layout.window_tokens} tokens: a batch goes in several dispatches, so "
-                "that windows take no more than their share of memory"
-            )
-        processes = groups + ranks
-        if processes > self.machine.cores:
-            self.notes.append(
-                f"{processes} ranks of one thread share {_count(self.machine.cores, 'core')}, so "
-                "some take turns"
-            )
+        layout = self._enough_ranks(layout)
+        self._note_layout(layout)
         return layout
 
     def choose_longest(self, layout: Layout | None) -> int | None:
@@ -87,12 +92,11 @@ class Planner:
         if layout is None:
             return None
         least = self._shortest_limit
-        memory = self.machine.memory_bytes
-        if layout.total(least) > memory:
-            self.problems.append(self._too_little_memory(layout, least))
+        if short := self._shortages(layout, least):
+            self.problems += short
             return None
         limit = own if asked == "auto" else asked
-        fits = _largest(least, limit, lambda longest: layout.total(longest) <= memory)
+        fits = _largest(least, limit, lambda longest: layout.fits(longest, self.limits))
         if fits == limit:
             if asked == "auto":
                 self.notes.append(f"prompts of up to {own} tokens, the model's own limit")
@@ -100,25 +104,26 @@ class Planner:
         if asked == "auto":
             self.notes.append(
                 f"prompts of up to {fits} tokens, which is what fits in "
-                f"{show_bytes(memory)} of memory (the model's own limit is {own})"
+                f"{self._memory(layout, fits + 1)} (the model's own limit is {own})"
             )
             return fits
+        need, there = self._need(layout, asked)
         self.problems.append(
-            f"{where}: prompts of {asked} tokens need {show_bytes(layout.total(asked))} of memory "
-            f"and {self.machine.memory_limit} has {show_bytes(memory)} free; "
+            f"{where}: prompts of {asked} tokens need {need} and {there}; "
             f"{fits} is the most that fits"
         )
         return None
 
     def resolved(self, layout: Layout, longest: int) -> Topology:
-        replace = msgspec.structs.replace
+        change = msgspec.structs.replace
         old = self.topology
-        return replace(
+        tokens = layout.window_tokens
+        return change(
             old,
-            model=replace(old.model, dtype=self.dtype, max_model_len=longest),
-            attention=replace(old.attention, groups=layout.groups, threads=1),
-            experts=replace(old.experts, ranks=len(layout.experts), threads=1),
-            comm=replace(old.comm, transport="shm", window_tokens=layout.window_tokens),
+            model=change(old.model, dtype=self.dtype, max_model_len=longest),
+            attention=change(old.attention, groups=layout.groups, threads=1),
+            experts=change(old.experts, ranks=len(layout.experts), threads=1),
+            comm=change(old.comm, transport=self.wiring.transport, window_tokens=tokens),
         )
 
     @property
@@ -129,55 +134,88 @@ class Planner:
         return min(limit, self.topology.schedule.max_batch_tokens)
 
     def _counts(self) -> tuple[int, int]:
-        """Groups and ranks, where "auto" divides the cores; attention gets the odd one."""
+        """Groups and ranks, where "auto" divides the cores or devices that a side computes on; of
+        those that both compute on, attention gets the odd one.
+        """
         asked_groups, asked_ranks = self.topology.attention.groups, self.topology.experts.ranks
-        cores = self.machine.cores
+        attention, experts = self.wiring.attention, self.wiring.experts
+        members = self.wiring.tensor_parallel
+        shared = attention == experts
         if asked_groups != "auto":
             groups = asked_groups
-        elif asked_ranks != "auto":
-            groups = _clamped(cores - asked_ranks)
         else:
-            groups = _clamped(cores - cores // 2)
+            mine = self.resources.places(attention)
+            if shared:
+                mine -= mine // 2 if asked_ranks == "auto" else asked_ranks
+            groups = _clamped(mine // members, attention)
         if asked_ranks != "auto":
             return groups, asked_ranks
-        others = cores - cores // 2 if asked_groups == "auto" else groups
-        return groups, min(_clamped(cores - others), self.config.experts)
+        left = self.resources.places(experts) - (groups * members if shared else 0)
+        return groups, min(_clamped(left, experts), self.config.experts)
 
     def _refuse_counts(self, groups: int, ranks: int) -> bool:
         before = len(self.problems)
+        self.problems += wiring_problems(self.topology)
+        members = self.wiring.tensor_parallel
+        where_members = self.topology.where("attention", "tensor_parallel")
+        self.problems += [
+            f"{where_members}: {text}" for text in shard_problems(self.config, members)
+        ]
         where_ranks = self.topology.where("experts", "ranks")
         if ranks > self.config.experts:
             self.problems.append(
                 f"{where_ranks}: {ranks} ranks for {self.config.experts} experts leave some "
                 f"without any; at most {self.config.experts}"
             )
-        for where, count in (
-            (self.topology.where("attention", "groups"), groups),
-            (where_ranks, ranks),
-        ):
+        where_groups = self.topology.where("attention", "groups")
+        if groups <= MOST_PEERS < groups * members:
+            self.problems.append(
+                f"{where_groups}: {groups} groups of {members} ranks are too many; at most "
+                f"{MOST_PEERS} ranks"
+            )
+        for where, count in ((where_groups, groups), (where_ranks, ranks)):
             if count > MOST_PEERS:
                 self.problems.append(f"{where}: {count} is too many; at most {MOST_PEERS}")
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        files = groups * ranks + FILES_PER_PROCESS * (groups + ranks)
-        if allowed != resource.RLIM_INFINITY and files > allowed:
-            self.problems.append(
-                f"{where_ranks}: {groups} x {ranks} windows need {files} open files and {allowed} "
-                f"are allowed; lower groups or ranks, or raise the limit (ulimit -n {files})"
-            )
+        self._check_files(groups * members, ranks)
         return len(self.problems) > before
+
+    def _check_files(self, attention: int, ranks: int) -> None:
+        """No process may have more files open than are allowed."""
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        files = FILES_PER_PROCESS * (attention + ranks)
+        if self.wiring.transport == "shm":
+            files += attention * ranks
+            what = f"{attention} x {ranks} windows"
+        else:
+            files += 2 * FILES_PER_COMMUNICATOR * max(attention, ranks)
+            what = f"communicators with {max(attention, ranks)} ranks"
+        if self.assume != "nothing" or allowed == resource.RLIM_INFINITY or files <= allowed:
+            return
+        self.problems.append(
+            f"{self.topology.where('experts', 'ranks')}: {what} need {files} open files and "
+            f"{allowed} are allowed; lower groups or ranks, or raise the limit (ulimit -n {files})"
+        )
 
     def _layout(self, groups: int, ranks: int) -> Layout:
         asked = self.topology.comm.window_tokens
         tokens = self.topology.schedule.max_batch_tokens if asked == "auto" else asked
         layout = self._layout_with(groups, ranks, tokens)
-        share = self.machine.memory_bytes // AUTO_WINDOW_SHARE
-        while asked == "auto" and layout.windows_bytes > share and tokens > LEAST_WINDOW:
+        while asked == "auto" and self._large_windows(layout) and tokens > LEAST_WINDOW:
             tokens = max(LEAST_WINDOW, tokens // 2)
             layout = self._layout_with(groups, ranks, tokens)
         return layout
 
+    def _large_windows(self, layout: Layout) -> bool:
+        """Whether windows take more than their share of the memory they lie in."""
+        if not self.wiring.on_device:
+            return layout.windows_bytes > self.limits.host // AUTO_WINDOW_SHARE
+        return any(
+            size > (self.limits.device(role) or UNLIMITED) // AUTO_WINDOW_SHARE
+            for role, size in layout.largest_windows.items()
+        )
+
     def _layout_with(self, groups: int, ranks: int, window_tokens: int) -> Layout:
-        return Layout.build(
+        layout = Layout.build(
             config=self.config,
             schedule=self.topology.schedule,
             groups=groups,
@@ -185,38 +223,83 @@ class Planner:
             window_tokens=window_tokens,
             dtype_bytes=DTYPE_BYTES[self.dtype],
             keep_kv=self.keep_kv,
+            wiring=self.wiring,
+        )
+        return self.resources.wired(layout)
+
+    def _enough_ranks(self, layout: Layout) -> Layout:
+        """Where devices are assumed, "auto" is as many expert ranks as need be."""
+        if (
+            self.assume == "devices"
+            and self.topology.experts.ranks == "auto"
+            and self.limits.expert is not None
+        ):
+            ranks, most = len(layout.experts), min(self.config.experts, MOST_PEERS)
+            least = self._shortest_limit
+            while fullest(layout, "expert", least).device_bytes > self.limits.expert:
+                if ranks == most:
+                    break
+                ranks += 1
+                layout = self._layout(layout.groups, ranks)
+        return layout
+
+    def _note_layout(self, layout: Layout) -> None:
+        if self.topology.comm.window_tokens == "auto" and (
+            layout.window_tokens < self.topology.schedule.max_batch_tokens
+        ):
+            self.notes.append(
+                f"windows of {layout.window_tokens} tokens: a batch goes in several dispatches, so "
+                "that windows take no more than their share of memory"
+            )
+        counts = {"attention": layout.attention_ranks, "expert": len(layout.experts)}
+        processes = sum(counts[role] for role in ROLES if self.wiring.kind(role) == "cpu")
+        if processes > self.machine.cores and self.assume == "nothing":
+            self.notes.append(
+                f"{processes} ranks of one thread share {_count(self.machine.cores, 'core')}, so "
+                "some take turns"
+            )
+
+    def _shortages(self, layout: Layout, longest: int) -> list[str]:
+        found = []
+        if layout.host_bytes(longest) > self.limits.host:
+            whose = self.machine.memory_limit
+            found.append(
+                host_shortage(self.topology, layout, longest, self.limits, whose, self.dtype)
+            )
+
+        def rebuild(ranks: int) -> Layout:
+            return self._layout(layout.groups, ranks)
+
+        return found + device_shortages(self.topology, layout, longest, self.limits, rebuild)
+
+    def _tight(self, layout: Layout, longest: int) -> Role | None:
+        """Whose devices are too small for prompts of that length; None: it is the host."""
+        if layout.host_bytes(longest) > self.limits.host:
+            return None
+        return next(
+            role
+            for role in ROLES
+            if fullest(layout, role, longest).device_bytes > (self.limits.device(role) or UNLIMITED)
         )
 
-    def _too_little_memory(self, layout: Layout, longest: int) -> str:
-        ranks = layout.ranks(longest)
-        working_set = {"attention": 0, "expert": 0}
-        for rank in ranks:
-            working_set[rank.id.role] += rank.working_set_bytes
-        parts = {
-            "weights": sum(rank.weights_bytes for rank in ranks),
-            "windows": sum(rank.windows_bytes for rank in ranks),
-            "attention's working sets": working_set["attention"],
-            "experts' working sets": working_set["expert"],
-            "KV caches": sum(rank.kv_bytes for rank in ranks),
-            "processes": BASE_BYTES + sum(rank.process_bytes for rank in ranks),
-        }
-        remedies = {
-            "weights": "take a smaller model"
-            + (", dtype bfloat16" if self.dtype == "float32" else "")
-            + (" or fewer attention groups" if layout.groups > 1 else ""),
-            "windows": "lower [comm] window_tokens or [schedule] lanes",
-            "attention's working sets": "lower [schedule] max_batch_tokens or lanes",
-            "experts' working sets": "lower [comm] window_tokens",
-            "KV caches": "lower [schedule] max_batch_tokens or lanes, or do not export the caches",
-            "processes": "lower [attention] groups or [experts] ranks, or free some memory",
-        }
-        largest = max(parts, key=lambda part: parts[part])
-        listed = ", ".join(f"{part} {show_bytes(size)}" for part, size in parts.items() if size)
-        return (
-            f"{self.topology.source}: needs {show_bytes(layout.total(longest))} of memory and "
-            f"{self.machine.memory_limit} has {show_bytes(self.machine.memory_bytes)} free "
-            f"({listed}); {remedies[largest]}"
-        )
+    def _memory(self, layout: Layout, longest: int) -> str:
+        """What keeps prompts from being `longest` tokens long."""
+        role = self._tight(layout, longest)
+        if role is None:
+            return f"{show_bytes(self.limits.host)} of memory"
+        limit = self.limits.device(role)
+        assert limit is not None
+        return f"{show_device_bytes(limit)} of a device's memory"
+
+    def _need(self, layout: Layout, longest: int) -> tuple[str, str]:
+        role = self._tight(layout, longest)
+        if role is None:
+            need = f"{show_bytes(layout.host_bytes(longest))} of memory"
+            return need, f"{self.machine.memory_limit} has {show_bytes(self.limits.host)} free"
+        limit = self.limits.device(role)
+        assert limit is not None
+        need = show_device_bytes(fullest(layout, role, longest).device_bytes)
+        return f"{need} of a device's memory", f"each has {show_device_bytes(limit)}"
 
 
 def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
@@ -227,8 +310,8 @@ def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _clamped(count: int) -> int:
-    return max(1, min(count, AUTO_PROCESSES))
+def _clamped(count: int, kind: Kind) -> int:
+    return max(1, min(count, AUTO_PROCESSES if kind == "cpu" else MOST_PEERS))
 
 
 def _count(number: int, noun: str) -> str:

@@ -85,7 +85,7 @@ def test_check_prints_ranks_experts_and_memory_in_80_columns(
 def test_the_widest_table_fits_80_columns(invoke: Invoke) -> None:
     from rich.console import Console
 
-    from asapctl.check import _table
+    from asapctl.check_view import rank_table
     from engine.launch.budget import RankPlan
     from engine.topology.ranks import RankId
 
@@ -95,7 +95,7 @@ def test_the_widest_table_fits_80_columns(invoke: Invoke) -> None:
         for role in ("attention", "expert")
     ]
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(_table(ranks))
+    console.print(rank_table(ranks))
     text = console.export_text()
     assert "\u2026" not in text
     assert text.count("991 MiB") >= 10

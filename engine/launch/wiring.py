@@ -1,0 +1,73 @@
+"""What ranks compute on and what carries the payload between them; resolves "auto"."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from engine.launch.accelerators import Kind
+from engine.topology.ranks import Role
+from engine.topology.schema import Topology
+
+Transport: TypeAlias = Literal["shm", "gloo", "nccl", "hccl"]
+Backend: TypeAlias = Literal["gloo", "nccl", "hccl"]
+
+# The process groups that carry tensors of a device.
+BACKENDS: dict[Kind, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+# The transports that need one kind of device at both ends; the others take any.
+ENDS: dict[str, Kind] = {"nccl": "cuda", "hccl": "npu"}
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """attention, experts: what their ranks compute on. Memory in bytes, of one communicator at one
+    end: between an attention rank and an expert rank (each pair has two, one a direction), and of
+    a tensor-parallel group.
+    """
+
+    transport: Transport = "shm"
+    attention: Kind = "cpu"
+    experts: Kind = "cpu"
+    tensor_parallel: int = 1
+    communicator_bytes: int = 0
+    team_bytes: int = 0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether windows and communicators lie in the memory of devices."""
+        return self.transport in ENDS
+
+    @property
+    def collectives(self) -> Backend | None:
+        """What carries the sums of a tensor-parallel group; None: there are none."""
+        return BACKENDS[self.attention] if self.tensor_parallel > 1 else None
+
+    def kind(self, role: Role) -> Kind:
+        return self.attention if role == "attention" else self.experts
+
+
+def resolve_wiring(topology: Topology) -> Wiring:
+    """As the topology has it; nothing is known yet of communicators."""
+    attention, experts = topology.attention.device, topology.experts.device
+    transport = topology.comm.transport
+    if transport == "auto":
+        transport = _transport_between(attention, experts)
+    return Wiring(transport, attention, experts, topology.attention.tensor_parallel)
+
+
+def wiring_problems(topology: Topology) -> list[str]:
+    """A transport between devices that it cannot reach."""
+    transport = topology.comm.transport
+    end = ENDS.get(transport)
+    sides = {"attention": topology.attention.device, "experts": topology.experts.device}
+    wrong = [f"[{side}] device is {device}" for side, device in sides.items() if device != end]
+    if end is None or not wrong:
+        return []
+    return [
+        f"{topology.where('comm', 'transport')}: {transport} connects {end} devices only, and "
+        f'{" and ".join(wrong)}; take "auto", "shm" or "gloo", or set both devices to "{end}"'
+    ]
+
+
+def _transport_between(attention: Kind, experts: Kind) -> Transport:
+    if attention == experts == "cuda":
+        return "nccl"
+    return "hccl" if attention == experts == "npu" else "shm"
