@@ -8,9 +8,13 @@ region holds five arrays, each from a 64-byte boundary (a cache line), in this o
     row_index  [pairs]         int32     attention -> expert
     weights    [pairs]         float32   attention -> expert
     out        [rows, hidden]  payload   expert -> attention
+
+Where ranks share no memory, the first four travel as one message with only as many rows and pairs
+as there are (`WindowShape.message`), and so do the rows of the answer.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +25,15 @@ _FLOAT32 = 4
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Message(NamedTuple):
+    """Where a dispatch's arrays begin in its message, and its whole size. In bytes."""
+
+    counts_at: int
+    row_index_at: int
+    weights_at: int
+    total: int
 
 
 class WindowShape(msgspec.Struct, frozen=True):
@@ -77,6 +90,13 @@ class WindowShape(msgspec.Struct, frozen=True):
     @property
     def lane_bytes(self) -> int:
         return self.out_at + _aligned(self.rows_bytes)
+
+    def message(self, n: int, p: int) -> Message:
+        """Of a dispatch of `n` rows and `p` pairs; the rows come first."""
+        counts_at = _aligned(n * self.hidden * self.payload_bytes)
+        row_index_at = counts_at + _aligned(self.local_experts * _INT32)
+        weights_at = row_index_at + _aligned(p * _INT32)
+        return Message(counts_at, row_index_at, weights_at, weights_at + _aligned(p * _FLOAT32))
 
     def lane_at(self, lane: int) -> int:
         return lane * self.lane_bytes

@@ -7,9 +7,12 @@
 Each (attention rank, expert rank, lane) has one region. It is busy from dispatch_send until
 combine_add: a dispatch carries the credit for its own combine, so combine_send never waits.
 
+An attention group of T ranks deals its tokens out to them; every one of them dispatches to every
+expert rank, n = 0 included, and the T dispatches are one work item, ready when all have come.
+
 Nothing here blocks but warm_up, for as long as it is told. A loop drains (`combine_recv`,
-`dispatch_recv`) until nothing more comes and only then polls `socket`: bells that came during
-warm_up are handed out by the next drain and no longer make the socket readable.
+`dispatch_recv`) until nothing more comes and only then polls `sources`: bells that came during
+warm_up are handed out by the next drain and no longer make a source readable.
 """
 
 from __future__ import annotations
@@ -33,14 +36,14 @@ if TYPE_CHECKING:
 class Peer(msgspec.Struct, frozen=True):
     """The other end of a pair. bell: the ZeroMQ address where `id` listens.
 
-    fd: the window that the two share. It is mapped, not kept: the caller may close it once the
-    endpoint has been constructed (or `reconnect` has returned).
+    fd: the window that the two share, where the transport has such. It is mapped, not kept: the
+    caller may close it once the endpoint has been constructed (or `reconnect` has returned).
     """
 
     id: RankId
     bell: str
-    fd: int
     shape: WindowShape
+    fd: int | None = None
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -55,9 +58,10 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class WorkItem(msgspec.Struct, frozen=True):
-    """A dispatch that can be served: `n` rows, `p` (expert, row) pairs, from group `group`.
+    """A dispatch that can be served: `n` rows and `p` (expert, row) pairs of all the ranks of
+    attention group `group` together.
 
-    incarnation: which life of the attention rank sent it.
+    incarnation: which life of the group sent it.
     """
 
     group: int
@@ -72,7 +76,8 @@ class WorkItem(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The arrays of one work item, views into the window, valid until its combine_send.
+    """The arrays of one work item, valid until its combine_send; views into the window when the
+    group has one rank.
 
     hidden [n, H] payload; counts [local experts] int32; row_index [p] int32; weights [p] float32.
     out [n, H] payload: the result goes here. It holds an older result until it is written.
@@ -87,8 +92,8 @@ class Work:
 
 class AttentionEndpoint(Protocol):
     @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """Readable when combines came. Only for a poller."""
+    def sources(self) -> list[zmq.Socket[bytes] | int]:
+        """One of them is readable when combines came. Only for a poller."""
 
     def is_free(self, expert: int, lane: int) -> bool:
         """Whether dispatch_send to this region would go."""
@@ -122,7 +127,9 @@ class AttentionEndpoint(Protocol):
 
     @property
     def cold(self) -> list[RankId]:
-        """The expert ranks that have not been heard of since they were connected."""
+        """The expert ranks that have not been heard of since they were connected, or to which no
+        payload can pass yet.
+        """
 
     def warm_up(self, wait_s: float) -> list[RankId]:
         """Rings every expert rank that has not answered yet and waits for the answers.
@@ -142,8 +149,8 @@ class AttentionEndpoint(Protocol):
 
 class ExpertEndpoint(Protocol):
     @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """Readable when dispatches came. Only for a poller."""
+    def sources(self) -> list[zmq.Socket[bytes] | int]:
+        """One of them is readable when dispatches came. Only for a poller."""
 
     def dispatch_recv(self) -> list[WorkItem]:
         """All dispatches that came since; empty when none did. RunError on a wrong one."""
@@ -154,12 +161,14 @@ class ExpertEndpoint(Protocol):
     def open(self, item: WorkItem) -> Work:
         """The item's arrays. RunError when its routing points outside its own rows."""
 
-    def combine_send(self, item: WorkItem) -> None:
-        """Announces `out`. Once for each item; nothing happens when it is not current."""
+    def combine_send(self, item: WorkItem, work: Work) -> None:
+        """Sends `work.out`. Once for each item; nothing happens when it is not current."""
 
     @property
     def cold(self) -> list[RankId]:
-        """The attention ranks that have not rung since they were connected."""
+        """The attention ranks that have not rung since they were connected, or from which no
+        payload can pass yet.
+        """
 
     def warm_up(self, wait_s: float) -> list[RankId]:
         """Waits until every attention rank has rung, and answers. As AttentionEndpoint's.

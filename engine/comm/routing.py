@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,3 +72,27 @@ def plan_dispatch(experts: Tensor, weights: Tensor, bounds: Sequence[range]) -> 
         )
         start = stop
     return parts
+
+
+class Routing(NamedTuple):
+    """The part of a dispatch that says which row goes to which expert; as in RankDispatch."""
+
+    counts: Tensor
+    row_index: Tensor
+    weights: Tensor
+
+
+def merge(parts: Sequence[Routing], rows: Sequence[int]) -> Routing:
+    """One routing for the rows of all `parts` laid one after another; part i has rows[i] of them.
+
+    Pairs are sorted by (local expert, part, token) again.
+    """
+    first_rows = [0, *accumulate(rows)]
+    counts = torch.stack([part.counts for part in parts])
+    experts = torch.arange(counts.shape[1], device=counts.device).repeat(len(parts))
+    order = torch.argsort(experts.repeat_interleave(counts.flatten()), stable=True)
+    row_index = torch.cat(
+        [part.row_index + first for part, first in zip(parts, first_rows, strict=False)]
+    )
+    weights = torch.cat([part.weights for part in parts])
+    return Routing(counts.sum(0, dtype=torch.int32), row_index[order], weights[order])

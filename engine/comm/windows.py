@@ -3,11 +3,11 @@
 import fcntl
 import mmap
 import os
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.comm.channel import Region
 from engine.comm.layout import WindowShape
 from engine.errors import RunError
 
@@ -31,17 +31,6 @@ def create_windows(total: int) -> int:
     return fd
 
 
-@dataclass(frozen=True, eq=False)
-class Region:
-    """One lane's arrays at full size, in the order and the dtypes of `engine.comm.layout`."""
-
-    hidden: Tensor
-    counts: Tensor
-    row_index: Tensor
-    weights: Tensor
-    out: Tensor
-
-
 class Window:
     """A mapped window. `fd` may be closed afterwards: the mapping stands by itself.
 
@@ -63,6 +52,7 @@ class Window:
         self._regions = [_region(memory, shape, dtype, lane) for lane in range(shape.lanes)]
 
     def region(self, lane: int) -> Region:
+        """The lane's arrays at full size."""
         return self._regions[lane]
 
     def close(self) -> None:

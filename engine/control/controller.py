@@ -61,13 +61,14 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     address: str
     agreement: Agreement
     ranks: list[RankId]
-    groups: int
+    groups: int  # of tensor_parallel attention ranks each
     min_batch_tokens: int
     max_batch_tokens: int
     exclusive_tokens: int
     max_wait_s: float
     stall_timeout_s: float = 60.0
     ttft_slo_s: float | None = None
+    tensor_parallel: int = 1
 
 
 @dataclass(slots=True)
@@ -270,7 +271,9 @@ class Controller:
             case Ready(load_seconds):
                 rank.ready, rank.load_seconds, rank.ready_at = True, load_seconds, now
                 if rank.id.role == "attention":
-                    self.policy.recovered(rank.id.rank)
+                    group = rank.id.rank // self.spec.tensor_parallel
+                    if all(member.ready for member in self._members(group)):
+                        self.policy.recovered(group)
             case Spans(spans):
                 self._traces.add(spans)
             case Hello():  # again, because the answer took long
@@ -296,9 +299,9 @@ class Controller:
     def _start(self, assignment: Assignment, now: float) -> None:
         if self._first_run is None:
             self._first_run = now
-        rank = self._ranks["attention", assignment.group]
-        assert rank.peer is not None
-        self._liveness.assigned(rank.id, now)
+        members = self._members(assignment.group)
+        for member in members:
+            self._liveness.assigned(member.id, now)
         for lane, batch in enumerate(assignment.batches):
             requests = []
             for segment in batch.segments:
@@ -306,7 +309,14 @@ class Controller:
                 pending.started = pending.started or now
                 requests.append(msgspec.structs.replace(pending.request, key=segment.key))
             self._running[batch.id] = (assignment.group, batch)
-            self.outbox.append((rank.peer, Run(batch, lane, requests)))
+            for member in members:
+                assert member.peer is not None
+                self.outbox.append((member.peer, Run(batch, lane, requests)))
+
+    def _members(self, group: int) -> list[_Rank]:
+        """The ranks of an attention group, the one that answers first."""
+        size = self.spec.tensor_parallel
+        return [self._ranks["attention", group * size + member] for member in range(size)]
 
     def _finish(self, batch_id: int, results: list[PrefillResult], now: float) -> None:
         group, batch = self._running.pop(batch_id)
@@ -329,6 +339,7 @@ class Controller:
         self._liveness.gone(death.id)
         self._traces.gone(death.id)
         blamed = None
+        old.innocent = old.innocent or death.collateral
         if death.batch in self._running and not old.innocent:
             blamed = self._running[death.batch][1]
         log.warning("%s died: %s; it computed %s", death.id, death.reason, blamed)
@@ -341,11 +352,12 @@ class Controller:
             self._fates[blamed.id] = verdict
             if death.id.role == "expert":
                 # The batch has to leave its group. A new life of the group is the surest way.
-                group = self._ranks["attention", self._running[blamed.id][0]]
-                group.innocent = True
-                self._kill(group, f"to take batch {blamed.id} from it")
+                first, *_ = self._members(self._running[blamed.id][0])
+                first.innocent = True
+                self._kill(first, f"to take batch {blamed.id} from it")
         if death.id.role == "attention":
-            self._requeue(self.policy.lost(death.id.rank), death.reason, now)
+            group = death.id.rank // self.spec.tensor_parallel
+            self._requeue(self.policy.lost(group), death.reason, now)
 
     def _requeue(self, batches: list[Batch], reason: str, now: float) -> None:
         for batch in batches:
@@ -369,7 +381,9 @@ class Controller:
             self.outbox.append((self._supervisor, KillRank(rank.id, reason)))
 
     def _stalled(self, now: float) -> dict[RankId, float]:
-        stalled = self._liveness.stalled(now, {group for group, _ in self._running.values()})
+        groups = {group for group, _ in self._running.values()}
+        working = {member.id.rank for group in groups for member in self._members(group)}
+        stalled = self._liveness.stalled(now, working)
         for rank in self._ranks.values():
             # One that starts again should load in about the time that its last life took.
             born = now if rank.born is None or rank.ready else rank.born

@@ -51,7 +51,9 @@ class Liveness:
                 owed.pop(rank.rank, None)
 
     def stalled(self, now: float, working: Collection[int]) -> dict[RankId, float]:
-        """The ranks without headway, and for how many seconds. working: groups with batches."""
+        """The ranks without headway, and for how many seconds. working: attention ranks that have
+        batches.
+        """
         owed: dict[int, float] = {}  # expert -> since when somebody waits for it
         for rank, experts in self._owes.items():
             if rank.rank in working:

@@ -355,7 +355,7 @@ class RankDied(msgspec.Struct, frozen=True, tag=True):
     """A rank's process ended. A new one is being started as `successor`.
 
     batch: what it was computing at that moment, None when nothing. work_items: how many it had
-    finished in this life.
+    finished in this life. collateral: it went because another member of its group had died.
     """
 
     id: RankId
@@ -363,6 +363,7 @@ class RankDied(msgspec.Struct, frozen=True, tag=True):
     reason: str
     batch: int | None
     work_items: int
+    collateral: bool = False
 
 
 class ClientGone(msgspec.Struct, frozen=True, tag=True):

@@ -28,6 +28,8 @@ from engine.serve.spec import HttpSpec
 OnProgress = Callable[[Snapshot], None]
 
 _POLL_S = 0.1
+# Over the others a communicator whose other end died cannot be relied on to let go.
+RECOVERING = ("shm", "gloo")
 # An HTTP process that dies more often than this within a minute will not serve.
 _MOST_HTTP_DEATHS = 5
 _MINUTE_S = 60.0
@@ -76,6 +78,7 @@ class Instance:
             max_wait_s=schedule.max_wait_ms / 1000,
             stall_timeout_s=schedule.stall_timeout_s,
             ttft_slo_s=schedule.ttft_slo_s,
+            tensor_parallel=self._plan.tensor_parallel,
         )
         self._supervisor.spawn(
             "engine.control.service:main", "controller", msgspec.msgpack.encode(controller)
@@ -118,6 +121,11 @@ class Instance:
             self._start_http()
         elif exit_.title == "controller" or not self.ready or self._client is None:
             raise RunError(exit_.reason)
+        elif self._plan.transport not in RECOVERING:
+            raise RunError(
+                f"{exit_.reason}\nover {self._plan.transport} a rank cannot be started again by "
+                "itself: start the instance again"
+            )
         else:
             self._client.send(self.ranks.restart(exit_))
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,18 +10,21 @@ from typing import NoReturn
 import torch
 import zmq
 
+from engine.comm.attention_side import AttentionSide
 from engine.comm.primitives import Arrival, AttentionEndpoint, Peer
-from engine.comm.shm import ShmAttentionEndpoint
 from engine.control.messages import BatchDone, LaneStatus, Progress, Record, Run
+from engine.device.base import Device
 from engine.model.config import load_config
 from engine.model.loading import load_attention
 from engine.worker.lane import Lane
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
+from engine.worker.opening import close_windows, peers_of, team_of, transport_of
 from engine.worker.prompt import Prompt
-from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank, take_peers
+from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank
 from engine.worker.recorder import Recorder
 from engine.worker.spec import RankSpec
+from engine.worker.turns import Follower, Leader, Turns
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class AttentionLoop:
     def __init__(
         self,
         lanes: list[Lane],
+        turns: Turns,
         endpoint: AttentionEndpoint,
         link: ControlLink,
         lifeline: Lifeline,
@@ -40,14 +43,14 @@ class AttentionLoop:
         recorder: Recorder,
     ) -> None:
         self._lanes = lanes
+        self._turns = turns
         self._endpoint = endpoint
         self._link = link
         self._lifeline = lifeline
         self._meter = meter
         self._recorder = recorder
         self._memory = Memory()
-        self._next = 0  # the lane to look at first: they take turns
-        link.watch(endpoint.socket, lifeline.fileno())
+        link.watch(*endpoint.sources, *turns.sources, lifeline.fileno())
 
     def run(self) -> NoReturn:
         """Until this process is killed: no rank ends in any other way."""
@@ -63,7 +66,7 @@ class AttentionLoop:
                 self._take(arrival)
             if self._recorder.over:
                 self._link.send_spans(self._recorder)
-            lane = self._ready_lane()
+            lane = self._turns.next(self._lanes)
             if lane is not None:
                 self._advance(lane)
             else:
@@ -81,8 +84,9 @@ class AttentionLoop:
 
     def _start(self, message: Run) -> None:
         batch = message.batch
-        with self._meter.computing(batch.id, batch.tokens):
-            self._lanes[message.lane].start(batch, message.requests)
+        lane = self._lanes[message.lane]
+        with self._meter.computing(batch.id, lane.own_tokens(batch)):
+            lane.start(batch, message.requests)
 
     def _take(self, arrival: Arrival) -> None:
         span = self._recorder.span(
@@ -97,15 +101,6 @@ class AttentionLoop:
         with self._meter.computing(arrival.batch), span:
             self._lanes[arrival.lane].take(arrival)
 
-    def _ready_lane(self) -> Lane | None:
-        count = len(self._lanes)
-        for offset in range(count):
-            lane = self._lanes[(self._next + offset) % count]
-            if lane.ready:
-                self._next = (lane.index + 1) % count
-                return lane
-        return None
-
     def _advance(self, lane: Lane) -> None:
         assert lane.batch is not None
         batch, flops = lane.batch.id, lane.next_flops
@@ -115,7 +110,8 @@ class AttentionLoop:
             results = lane.advance()
         if results is not None:
             self._link.report(self._computing)
-            self._link.send(BatchDone(batch, results))
+            if lane.answers:
+                self._link.send(BatchDone(batch, results))
 
     def _replace(self, peer: Peer) -> None:
         """An expert rank was started again: what it had not answered is sent to its new life."""
@@ -152,21 +148,32 @@ def main(payload: bytes, fds: list[int]) -> None:
     run_rank(payload, fds, _run)
 
 
-def _run(spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter) -> None:
+def _run(
+    spec: RankSpec, device: Device, windows: list[int], lifeline: Lifeline, meter: Meter
+) -> None:
     agreement = spec.agreement
     dtype = getattr(torch, agreement.dtype)
+    model_dir = Path(spec.model_dir)
     with zmq.Context() as context:
         link = ControlLink(context, spec)
-        config = load_config(Path(spec.model_dir))
-        endpoint = ShmAttentionEndpoint(
-            spec.id, spec.bell, take_peers(spec, windows), dtype, config.layers, context
+        config = load_config(model_dir)
+        endpoint = AttentionSide(
+            spec.id,
+            spec.bell,
+            peers_of(spec, windows),
+            transport_of(spec, dtype, device),
+            dtype,
+            config.layers,
+            spec.shard.size,
+            context,
         )
         try:
-            for fd in windows:
-                os.close(fd)  # the endpoint has mapped them
+            close_windows(windows)
+            turns = _turns(spec, context)
             link.hello(own_agreement(spec, config))
+            team = team_of(spec, device)
             start = time.monotonic()
-            model = load_attention(Path(spec.model_dir), config, dtype)
+            model = load_attention(model_dir, config, dtype, device.torch, spec.shard)
             loaded = time.monotonic() - start
             while endpoint.warm_up(_WARM_UP_S):
                 for peer in lifeline.receive():
@@ -181,7 +188,7 @@ def _run(spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter) -
                     model=model,
                     endpoint=endpoint,
                     bounds=[range(first, stop) for first, stop in spec.experts],
-                    window_tokens=agreement.window_tokens,
+                    window_tokens=spec.peers[0].shape.rows,
                     prompts=prompts,
                     kv_metadata={
                         "architecture": config.architecture,
@@ -189,9 +196,16 @@ def _run(spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter) -
                         "model_hash": agreement.model_hash,
                     },
                     recorder=recorder,
+                    team=team,
                 )
                 for index in range(agreement.lanes)
             ]
-            AttentionLoop(lanes, endpoint, link, lifeline, meter, recorder).run()
+            AttentionLoop(lanes, turns, endpoint, link, lifeline, meter, recorder).run()
         finally:
             endpoint.close()
+
+
+def _turns(spec: RankSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Turns:
+    if spec.shard.member == 0:
+        return Leader(context, spec.turns[1:])
+    return Follower(context, spec.id, spec.turns[spec.shard.member])

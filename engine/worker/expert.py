@@ -6,7 +6,6 @@ another; one may be layers ahead.
 
 import logging
 import math
-import os
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -14,16 +13,18 @@ from typing import NoReturn
 import torch
 import zmq
 
-from engine.comm.primitives import ExpertEndpoint, WorkItem
-from engine.comm.shm import ShmExpertEndpoint
+from engine.comm.expert_side import ExpertSide
+from engine.comm.primitives import ExpertEndpoint, Work, WorkItem
 from engine.control.messages import HotExpert, Progress, Record
+from engine.device.base import Device
 from engine.model.config import load_config
 from engine.model.experts import ExpertModel
 from engine.model.loading import load_experts
 from engine.schedule.order import RoundRobin
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
-from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank, take_peers
+from engine.worker.opening import close_windows, peers_of, transport_of
+from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank
 from engine.worker.recorder import Recorder
 from engine.worker.spec import RankSpec
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class ExpertLoop:
+    """device: where the experts are. payload: where dispatches arrive, which may be the host."""
+
     def __init__(
         self,
         model: ExpertModel,
@@ -39,8 +42,11 @@ class ExpertLoop:
         link: ControlLink,
         lifeline: Lifeline,
         meter: Meter,
+        device: torch.device,
+        payload: torch.device,
     ) -> None:
         self._model = model
+        self._device = device
         self._experts = experts
         self._endpoint = endpoint
         self._link = link
@@ -49,10 +55,11 @@ class ExpertLoop:
         self._recorder = Recorder()
         self._memory = Memory()
         self._order: RoundRobin[WorkItem] = RoundRobin()
-        self._served = torch.zeros(len(experts), dtype=torch.int64)  # tokens of each local expert
+        # Tokens of each local expert, where counts arrive: looking at them would hold a device up.
+        self._served = torch.zeros(len(experts), dtype=torch.int64, device=payload)
         self._load_seconds = 0.0
         self._ready = False
-        link.watch(endpoint.socket, lifeline.fileno())
+        link.watch(*endpoint.sources, lifeline.fileno())
 
     def run(self, load_seconds: float) -> NoReturn:
         """Until this process is killed: no rank ends in any other way."""
@@ -93,12 +100,25 @@ class ExpertLoop:
         )
         with self._meter.computing(item.batch, item.n, flops), span:
             work = self._endpoint.open(item)
-            self._model.serve(
-                item.layer, work.hidden, work.counts, work.row_index, work.weights, work.out
-            )
-            self._served += work.counts
-            self._endpoint.combine_send(item)
+            self._compute(item.layer, work)
+            self._served += work.counts.to(self._served.device)
+            self._endpoint.combine_send(item, work)
         log.debug("served %s", item)
+
+    def _compute(self, layer: int, work: Work) -> None:
+        device = self._device
+        if work.hidden.device == device:
+            self._model.serve(
+                layer, work.hidden, work.counts, work.row_index, work.weights, work.out
+            )
+            return
+        hidden = work.hidden.to(device)  # the transport is the host's
+        counts, rows, weights = (
+            part.to(device) for part in (work.counts, work.row_index, work.weights)
+        )
+        out = torch.empty_like(hidden)
+        self._model.serve(layer, hidden, counts, rows, weights, out)
+        work.out.copy_(out)
 
     def _computing(self) -> Progress:
         return self._progress("computing")
@@ -133,22 +153,33 @@ def main(payload: bytes, fds: list[int]) -> None:
     run_rank(payload, fds, _run)
 
 
-def _run(spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter) -> None:
+def _run(
+    spec: RankSpec, device: Device, windows: list[int], lifeline: Lifeline, meter: Meter
+) -> None:
     dtype = getattr(torch, spec.agreement.dtype)
     experts = range(*spec.experts[spec.id.rank])
+    model_dir = Path(spec.model_dir)
     with zmq.Context() as context:
         link = ControlLink(context, spec)
-        config = load_config(Path(spec.model_dir))
-        endpoint = ShmExpertEndpoint(
-            spec.id, spec.bell, take_peers(spec, windows), dtype, config.layers, context
+        config = load_config(model_dir)
+        transport = transport_of(spec, dtype, device)
+        endpoint = ExpertSide(
+            spec.id,
+            spec.bell,
+            peers_of(spec, windows),
+            transport,
+            dtype,
+            config.layers,
+            spec.shard.size,
+            context,
         )
         try:
-            for fd in windows:
-                os.close(fd)  # the endpoint has mapped them
+            close_windows(windows)
             link.hello(own_agreement(spec, config))
             start = time.monotonic()
-            model = load_experts(Path(spec.model_dir), config, dtype, experts)
+            model = load_experts(model_dir, config, dtype, experts, device.torch)
             loaded = time.monotonic() - start
-            ExpertLoop(model, experts, endpoint, link, lifeline, meter).run(loaded)
+            places = device.torch, transport.memory
+            ExpertLoop(model, experts, endpoint, link, lifeline, meter, *places).run(loaded)
         finally:
             endpoint.close()

@@ -12,11 +12,13 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from engine.comm.collectives import TensorParallel
 from engine.comm.primitives import Arrival, AttentionEndpoint
 from engine.control.messages import PrefillRequest, PrefillResult
 from engine.model.attention import AttentionModel
 from engine.model.spans import Span
 from engine.schedule.types import Batch
+from engine.topology.shard import most_rows
 from engine.worker.exchange import Exchange
 from engine.worker.prompt import Prompt
 from engine.worker.recorder import Recorder
@@ -25,8 +27,10 @@ from engine.worker.recorder import Recorder
 class Lane:
     """ready: `advance` would compute. `start` may be called when no batch is there.
 
-    prompts: those of which a segment has been computed but not the last; the lanes of a rank share
-    it, because the segments of a prompt may come to different lanes.
+    window_tokens: the most rows of this rank in one dispatch. prompts: those of which a segment
+    has been computed but not the last; the lanes of a rank share it, because the segments of a
+    prompt may come to different lanes. team: the attention group. Its members divide the heads in
+    attention and the batch's rows everywhere else; only the first one `answers`.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Lane:
         prompts: dict[int, Prompt],
         kv_metadata: Mapping[str, str],
         recorder: Recorder | None = None,
+        team: TensorParallel | None = None,
     ) -> None:
         self.index = index
         self.batch: Batch | None = None
@@ -50,11 +55,20 @@ class Lane:
         self._unfinished = prompts
         self._kv_metadata = kv_metadata
         self._recorder = recorder or Recorder()
+        self._team = team or TensorParallel.solo()
         self._exchange: Exchange | None = None
 
     @property
     def ready(self) -> bool:
         return self.batch is not None and (self._exchange is None or self._exchange.done)
+
+    @property
+    def answers(self) -> bool:
+        return self._team.member == 0
+
+    def own_tokens(self, batch: Batch) -> int:
+        """How many of the batch's rows are this rank's."""
+        return len(range(batch.tokens)[self._team.rows(batch.tokens)])
 
     @property
     def layer(self) -> int:
@@ -93,8 +107,10 @@ class Lane:
         pairs = list(zip(self._prompts, self._spans, strict=True))
         token_ids = [token for prompt, span in pairs for token in prompt.tokens(span)]
         positions = [torch.arange(span.start, span.start + span.length) for span in self._spans]
-        self._hidden = self._model.embed(torch.tensor(token_ids))
-        self._rope = self._model.rope(torch.cat(positions))
+        device = self._model.device
+        own = token_ids[self._team.rows(batch.tokens)]
+        self._hidden = self._model.embed(torch.tensor(own, dtype=torch.int64, device=device))
+        self._rope = self._model.rope(torch.cat(positions).to(device))
 
     def advance(self) -> list[PrefillResult] | None:
         """Computes up to the next dispatch (None), or to the end: the results, and idle again."""
@@ -105,19 +121,23 @@ class Lane:
             self._layer += 1
         while self._layer < self._model.config.layers:
             with self._span("attend"):
-                self._hidden = self._model.attend(
-                    self._layer, self._hidden, self._rope, self._spans, self._kvs
-                )
+                self._attend(self.batch.tokens)
             if self._model.config.is_moe(self._layer):
-                self._dispatch(self.batch.id)
+                self._dispatch(self.batch.id, self.batch.tokens)
                 return None
             with self._span("dense"):
                 self._hidden = self._model.dense(self._layer, self._hidden)
             self._layer += 1
         with self._span("finish"):
-            results = self._finish()
+            results = self._finish(self.batch.tokens)
         self.batch = None
         return results
+
+    def _attend(self, tokens: int) -> None:
+        """Own rows -> all rows for the own heads -> the own rows of all heads' sum."""
+        x = self._team.gather(self._model.norm_input(self._layer, self._hidden), tokens)
+        mixed = self._model.mix(self._layer, x, self._rope, self._spans, self._kvs)
+        self._hidden = self._hidden + self._team.scatter_sum(mixed)
 
     def take(self, arrival: Arrival) -> None:
         """Adds a combine that came for this lane."""
@@ -135,7 +155,7 @@ class Lane:
             return self._unfinished.pop(request.key)
         return Prompt(request, self._model)
 
-    def _dispatch(self, batch: int) -> None:
+    def _dispatch(self, batch: int, tokens: int) -> None:
         with self._span("route"):
             routed = self._model.route(self._layer, self._hidden)
             self._exchange = Exchange(
@@ -146,6 +166,8 @@ class Lane:
                 routed=routed,
                 bounds=self._bounds,
                 window_tokens=self._window_tokens,
+                members=self._team.size,
+                most_rows=most_rows(tokens, self._team.size),
                 recorder=self._recorder,
             )
         self._exchange.send()
@@ -157,14 +179,15 @@ class Lane:
         batch = -1 if self.batch is None else self.batch.id
         return self._recorder.span(what, batch, self.index, self._layer, tokens=len(self._hidden))
 
-    def _finish(self) -> list[PrefillResult]:
+    def _finish(self, tokens: int) -> list[PrefillResult]:
         results = []
-        rows = self._hidden.split([span.length for span in self._spans])
+        rows = self._team.gather(self._hidden, tokens).split([s.length for s in self._spans])
         for prompt, span, hidden in zip(self._prompts, self._spans, rows, strict=True):
-            result = prompt.finish(span, hidden, self._model, self._kv_metadata)
-            if result is None:
+            done = prompt.ends_with(span)
+            result = prompt.finish(span, hidden, self._model, self._kv_metadata, self._team)
+            if not done:
                 self._unfinished[prompt.request.key] = prompt
-            else:
+            elif result is not None:
                 results.append(result)
         del self._hidden, self._rope, self._prompts, self._kvs
         return results

@@ -13,9 +13,9 @@ from engine.worker.spec import PeerSpec
 _decode = msgspec.msgpack.Decoder(PeerSpec).decode
 
 
-def send_peer(link: socket.socket, peer: PeerSpec, window: int) -> None:
+def send_peer(link: socket.socket, peer: PeerSpec, window: int | None) -> None:
     """Supervisor's side. Raises OSError when the rank is gone or does not read any more."""
-    send_packet(link, msgspec.msgpack.encode(peer), [window])
+    send_packet(link, msgspec.msgpack.encode(peer), [] if window is None else [window])
 
 
 class Lifeline:
@@ -37,9 +37,10 @@ class Lifeline:
                 return
             if packet is None:  # the supervisor is gone; the kernel is about to end this process
                 return
-            data, (window,) = packet
+            data, windows = packet
             spec = _decode(data)
             try:
-                yield Peer(id=spec.id, bell=spec.bell, fd=window, shape=spec.shape)
+                yield Peer(spec.id, spec.bell, spec.shape, next(iter(windows), None))
             finally:
-                os.close(window)
+                for window in windows:
+                    os.close(window)

@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.comm.collectives import TensorParallel
 from engine.control.messages import KvFile, PrefillRequest, PrefillResult, TokenLogprob
 from engine.errors import RunError
 from engine.kv.export import write_kv
+from engine.kv.team import whole_parts
 from engine.model.attention import AttentionModel
 from engine.model.kv import PromptKV
 from engine.model.spans import Span
@@ -44,29 +46,51 @@ class Prompt:
         """Size of the KV cache that `finish` writes."""
         return 0 if self.request.kv_path is None else self.kv.nbytes
 
+    def ends_with(self, span: Span) -> bool:
+        return span.start + span.length == len(self.request.token_ids)
+
     def finish(
-        self, span: Span, hidden: Tensor, model: AttentionModel, kv_metadata: Mapping[str, str]
+        self,
+        span: Span,
+        hidden: Tensor,
+        model: AttentionModel,
+        kv_metadata: Mapping[str, str],
+        team: TensorParallel,
     ) -> PrefillResult | None:
-        """Takes the rows [n, H] of `span` after the last layer; the result if it was the last."""
+        """Takes the rows [n, H] of `span` after the last layer; the result if it was the last one.
+
+        All members of `team` call it; the first one has the result.
+        """
+        cache: dict[str, Tensor] = {}
+        if self.ends_with(span) and self.request.kv_path is not None:
+            # First, and whatever happens to this prompt: the members do it together.
+            cache = whole_parts(self.kv, team, model.whole)
+        if team.member > 0:
+            return None
         try:
-            return self._finish(span, hidden, model, kv_metadata)
+            return self._finish(span, hidden, model, cache, kv_metadata)
         except RunError as error:  # logits that are not finite, a full disk: this prompt's alone
             return PrefillResult(self.request.key, error=str(error))
 
     def _finish(
-        self, span: Span, hidden: Tensor, model: AttentionModel, kv_metadata: Mapping[str, str]
+        self,
+        span: Span,
+        hidden: Tensor,
+        model: AttentionModel,
+        cache: Mapping[str, Tensor],
+        kv_metadata: Mapping[str, str],
     ) -> PrefillResult | None:
         request = self.request
         if request.prompt_logprobs is not None:
             self._score(span, hidden, model, request.prompt_logprobs)
-        if span.start + span.length < len(request.token_ids):
+        if not self.ends_with(span):
             return None
-        logits = model.logits(hidden[-1:])
+        logits = model.logits(hidden[-1:]).cpu()
         token = choose(logits[0], request.sampling)
         top = None
         if request.logprobs is not None:
             top = token_logprobs(logits, torch.tensor([token]), request.logprobs)[0]
-        kv = self._write_kv(kv_metadata)
+        kv = self._write_kv(cache, kv_metadata)
         scores = None if request.prompt_logprobs is None else self._logprobs
         return PrefillResult(request.key, token, top, scores, kv)
 
@@ -77,10 +101,10 @@ class Prompt:
             hidden[: len(following)].split(LOGITS_ROWS), following.split(LOGITS_ROWS), strict=True
         ):
             if len(targets):
-                self._logprobs.extend(token_logprobs(model.logits(rows), targets, top))
+                self._logprobs.extend(token_logprobs(model.logits(rows).cpu(), targets, top))
 
-    def _write_kv(self, metadata: Mapping[str, str]) -> KvFile | None:
+    def _write_kv(self, cache: Mapping[str, Tensor], metadata: Mapping[str, str]) -> KvFile | None:
         path = self.request.kv_path
         if path is None:
             return None
-        return write_kv(Path(path), self.kv.tensors(), self.request.token_ids, metadata)
+        return write_kv(Path(path), cache, self.request.token_ids, metadata)

@@ -14,7 +14,6 @@ import torch
 import zmq
 
 from engine import __version__
-from engine.comm.primitives import Peer
 from engine.control.messages import (
     Agreement,
     Hello,
@@ -28,6 +27,7 @@ from engine.control.messages import (
     decode,
     encode,
 )
+from engine.device.base import Device, open_device
 from engine.errors import AsapError, RunError
 from engine.model.architecture import ModelConfig
 from engine.model.checkpoint import model_hash
@@ -153,24 +153,27 @@ class Start(Protocol):
     """What a rank does with what it was handed."""
 
     def __call__(
-        self, spec: RankSpec, windows: list[int], lifeline: Lifeline, meter: Meter
+        self, spec: RankSpec, device: Device, windows: list[int], lifeline: Lifeline, meter: Meter
     ) -> None: ...
 
 
 def run_rank(payload: bytes, fds: list[int], start: Start) -> None:
     """Runs `start` as this process. An expected error ends the log with its message alone.
 
-    payload: a RankSpec. fds: lifeline, black box, then the windows in the order of its peers.
+    payload: a RankSpec. fds: lifeline, black box, then the windows, if any, in the order of its
+    peers.
     """
     spec = msgspec.msgpack.decode(payload, type=RankSpec)
     level = os.environ.get("ASAPCTL_LOG", "info").upper()
     logging.basicConfig(level=level, format=f"%(asctime)s {spec.id}: %(message)s")
+    os.environ.update(spec.environment)  # a mask counts from before the device is opened
     torch.set_num_threads(spec.threads)
     torch.set_num_interop_threads(1)
     lifeline, black_box, *windows = fds
     try:
         with torch.inference_mode():
-            start(spec, windows, Lifeline(lifeline), Meter(BlackBox(black_box)))
+            device = open_device(spec.device)
+            start(spec, device, windows, Lifeline(lifeline), Meter(BlackBox(black_box)))
     except AsapError as error:
         print(error, flush=True)
         raise SystemExit(error.exit_code) from None
@@ -191,11 +194,3 @@ def own_agreement(spec: RankSpec, config: ModelConfig) -> Agreement:
         experts=config.experts,
         top_k=config.top_k,
     )
-
-
-def take_peers(spec: RankSpec, windows: list[int]) -> list[Peer]:
-    """The peers with their windows, for an endpoint's constructor."""
-    return [
-        Peer(id=peer.id, bell=peer.bell, fd=fd, shape=peer.shape)
-        for peer, fd in zip(spec.peers, windows, strict=True)
-    ]

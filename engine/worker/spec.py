@@ -1,14 +1,19 @@
 """What a rank process is told at its start, as one msgpack struct."""
 
+from typing import Literal
+
 import msgspec
 
 from engine.comm.layout import WindowShape
 from engine.control.messages import Agreement
 from engine.topology.ranks import RankId
+from engine.topology.shard import Shard
 
 
 class PeerSpec(msgspec.Struct, frozen=True):
-    """A rank of the other role; its window is the file descriptor at the same index."""
+    """A rank of the other role; where there are windows, its own is the file descriptor at the
+    same index.
+    """
 
     id: RankId
     bell: str
@@ -16,7 +21,13 @@ class PeerSpec(msgspec.Struct, frozen=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """bell: the address that this rank listens on. experts: [start, stop) of each expert rank."""
+    """bell: the address that this rank listens on. experts: [start, stop) of each expert rank.
+
+    shard: which member of its group an attention rank is; for an expert rank, only the size of
+    groups counts. turns: where each member of the group hears whose turn it is. environment: to be
+    set before the device is opened, its mask included. meeting: the folder where communicators
+    are agreed on.
+    """
 
     id: RankId
     model_dir: str
@@ -25,4 +36,12 @@ class RankSpec(msgspec.Struct, frozen=True):
     bell: str
     peers: list[PeerSpec]
     experts: list[tuple[int, int]]
+    meeting: str
     threads: int = 1
+    shard: Shard = Shard()
+    turns: list[str] = []
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
+    environment: dict[str, str] = {}
+    transport: Literal["shm", "gloo", "nccl", "hccl"] = "shm"
+    overlap: bool = True
+    connect_timeout_s: float = 300.0

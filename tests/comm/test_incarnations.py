@@ -8,13 +8,15 @@ import pytest
 import torch
 import zmq
 
+from engine.comm.attention_side import AttentionSide
 from engine.comm.doorbell import Bell, BellBox, BellRinger, Kind
+from engine.comm.expert_side import ExpertSide
 from engine.comm.routing import plan_dispatch
-from engine.comm.shm import ShmAttentionEndpoint, ShmExpertEndpoint
+from engine.comm.shm import ShmTransport
 from engine.comm.windows import Window
 from engine.errors import RunError
 from engine.topology.ranks import RankId
-from helpers.pairs import WAIT_MS, Pairs, arrivals, items, serve, wait
+from helpers.pairs import WAIT_MS, Pairs, arrivals, items, serve, wait_for_bell
 
 MakePairs = Callable[..., Pairs]
 
@@ -53,7 +55,7 @@ def test_bells_of_other_lives_are_dropped_and_counted(make_pairs: MakePairs) -> 
             ringer.ring(bell)
         heard: list[Bell] = []
         while not heard:
-            wait(box.socket)
+            assert box.socket.poll(WAIT_MS)
             heard = box.drain()
         assert heard == [good]
         assert box.dropped == len(wrong)
@@ -78,13 +80,13 @@ def test_numbers_beyond_the_window_are_an_error(
     expert = pairs.expert()
     fields = {"kind": Kind.DISPATCH, "lane": 1, "layer": 3, "n": 8, "p": 16} | change
     ring(pairs, expert.me, Bell(sender=RankId("attention", 0), receiver=0, **fields))
-    wait(expert.socket)
+    wait_for_bell(expert)
     with pytest.raises(RunError, match=f"attention 0 .*expert 0.* {message}"):
         expert.dispatch_recv()
 
 
-def test_the_largest_numbers_are_fine(make_pairs: MakePairs) -> None:
-    pairs = make_pairs()
+def test_the_largest_numbers_are_fine(make_windows: MakePairs) -> None:
+    pairs = make_windows()
     expert = pairs.expert()
     sender = RankId("attention", 0)
     ring(pairs, expert.me, Bell(Kind.DISPATCH, sender, 0, lane=1, layer=3, n=8, p=16))
@@ -96,7 +98,7 @@ def test_other_bytes_are_an_error(make_pairs: MakePairs, data: bytes) -> None:
     pairs = make_pairs()
     expert = pairs.expert()
     ring(pairs, expert.me, data)
-    wait(expert.socket)
+    wait_for_bell(expert)
     with pytest.raises(RunError, match="doorbell"):
         expert.dispatch_recv()
 
@@ -104,9 +106,9 @@ def test_other_bytes_are_an_error(make_pairs: MakePairs, data: bytes) -> None:
 @pytest.mark.parametrize("name", ["row_index", "counts"])
 @pytest.mark.parametrize("value", [-1, 3])
 def test_a_routing_table_that_points_outside_is_an_error(
-    make_pairs: MakePairs, name: str, value: int
+    make_windows: MakePairs, name: str, value: int
 ) -> None:
-    pairs = make_pairs()
+    pairs = make_windows()
     attention, expert = pairs.attention(), pairs.expert()
     attention.dispatch_send(0, 0, 1, 0, 0, SOURCE, PART)
     (item,) = items(expert)
@@ -133,9 +135,9 @@ def test_an_answer_nobody_asked_for_is_an_error(make_pairs: MakePairs) -> None:
     pairs = make_pairs()
     attention = pairs.attention()
     attention.dispatch_send(0, 0, 1, 0, 0, SOURCE, PART)
-    wrong = Bell(Kind.COMBINE, RankId("expert", 0), 0, batch=2, n=3)
+    wrong = Bell(Kind.COMBINE, RankId("expert", 0), 0, batch=2)
     ring(pairs, attention.me, wrong)
-    wait(attention.socket)
+    wait_for_bell(attention)
     with pytest.raises(RunError, match="not asked"):
         attention.combine_recv()
 
@@ -156,7 +158,7 @@ def test_another_life_of_an_expert_rank(make_pairs: MakePairs) -> None:
     with pytest.raises(ValueError, match="not waiting"):
         attention.combine_add(arrival, PART.rows, torch.zeros(3, 4))
     serve(old, pending[1])  # the old life answers late
-    wait(attention.socket)
+    wait_for_bell(attention)
     assert attention.combine_recv() == []
     assert attention.dropped == 1
 
@@ -177,7 +179,7 @@ def test_another_life_of_an_attention_rank(make_pairs: MakePairs) -> None:
     (stale,) = items(expert)
     work = expert.open(stale)
     old.dispatch_send(0, 1, 6, 0, 0, SOURCE, PART)
-    wait(expert.socket)  # rung, not yet heard
+    wait_for_bell(expert)  # rung, not yet heard
 
     pairs.new_window(0, 0)
     new = pairs.attention(incarnation=1)
@@ -186,7 +188,7 @@ def test_another_life_of_an_attention_rank(make_pairs: MakePairs) -> None:
     assert expert.dropped == 1
     assert not expert.is_current(stale)
     work.out.zero_()  # still memory, though nobody reads it
-    expert.combine_send(stale)  # tells nobody
+    expert.combine_send(stale, work)  # tells nobody
     with pytest.raises(ValueError, match="not waiting"):
         expert.open(stale)
 
@@ -216,15 +218,22 @@ def test_a_new_life_rings_until_it_is_known(make_pairs: MakePairs) -> None:
     with ThreadPoolExecutor(1) as side:
         warm = side.submit(new.warm_up, WAIT_MS / 1000)
         while not expert.dropped:
-            wait(expert.socket)
+            wait_for_bell(expert)
             expert.dispatch_recv()
         expert.reconnect(pairs.peer(new.me, 0, 0))
-        wait(expert.socket)
+        wait_for_bell(expert)
         expert.dispatch_recv()
         assert warm.result() == []
 
 
-@pytest.mark.parametrize("kind", [ShmAttentionEndpoint, ShmExpertEndpoint])
+@pytest.mark.parametrize("kind", [AttentionSide, ExpertSide])
 def test_an_address_that_cannot_be_bound(kind: Callable[..., object], tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"expert 0 cannot listen at ipc://.*xxx"):
-        kind(RankId("expert", 0), f"ipc://{tmp_path}/{'x' * 120}", [], torch.float32, 1)
+        kind(
+            RankId("expert", 0),
+            f"ipc://{tmp_path}/{'x' * 120}",
+            [],
+            ShmTransport(torch.float32),
+            torch.float32,
+            1,
+        )

@@ -11,7 +11,7 @@ import zmq
 
 from engine.comm.primitives import Arrival
 from engine.comm.routing import RankDispatch
-from helpers.pairs import WAIT_MS, Pairs
+from helpers.pairs import WAIT_MS, Pairs, wait
 
 SENDERS, RECEIVERS, MESSAGES = 3, 2, 10_000
 LOCAL, ROWS, HIDDEN, TOP_K, LANES, LAYERS = 3, 8, 4, 2, 2, 4
@@ -74,7 +74,7 @@ def send(pairs: Pairs, group: int, messages: int, pipe: Connection) -> int:
                 next_batch += 1
                 continue
         if sent and not arrived:
-            assert endpoint.socket.poll(WAIT_MS), f"group {group} waits for ever"
+            wait(endpoint)
         arrived += endpoint.combine_recv()
         rng.shuffle(arrived)
         for _ in range(rng.randint(0, len(arrived))):
@@ -99,8 +99,8 @@ def receive(pairs: Pairs, rank: int, messages: int, pipe: Connection) -> int:
     endpoint = pairs.expert(rank)
     assert endpoint.warm_up(WAIT_MS / 1000) == []
     poller = zmq.Poller()
-    poller.register(endpoint.socket, zmq.POLLIN)
-    poller.register(pipe, zmq.POLLIN)
+    for source in (*endpoint.sources, pipe):
+        poller.register(source, zmq.POLLIN)
     waiting = endpoint.dispatch_recv()
     served = 0
     while True:
@@ -116,7 +116,7 @@ def receive(pairs: Pairs, rank: int, messages: int, pipe: Connection) -> int:
         for row in work.hidden:  # each is a row of the batch that the bell named
             assert any(torch.equal(row, other) for other in hidden)
         work.out.copy_(answer(rank, item.layer, work.hidden, work))
-        endpoint.combine_send(item)
+        endpoint.combine_send(item, work)
         served += 1
         if rng.random() < 0.5:
             waiting += endpoint.dispatch_recv()

@@ -1,4 +1,4 @@
-"""Attention and expert endpoints over real windows and real ipc sockets."""
+"""Attention and expert endpoints over real windows or process groups, and real ipc sockets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from pathlib import Path
 import torch
 import zmq
 
+from engine.comm.attention_side import AttentionSide
+from engine.comm.channel import Transport
+from engine.comm.expert_side import ExpertSide
 from engine.comm.layout import WindowShape
 from engine.comm.primitives import Arrival, Peer, WorkItem
-from engine.comm.shm import ShmAttentionEndpoint, ShmExpertEndpoint
+from engine.comm.process_group import Meeting, ProcessGroupTransport
+from engine.comm.shm import ShmTransport
 from engine.comm.windows import create_windows
 from engine.topology.ranks import RankId
 
@@ -21,7 +25,8 @@ WAIT_MS = 20_000  # a test that waits this long has failed
 class Pairs:
     """Windows between `groups` attention ranks and `len(experts)` expert ranks.
 
-    experts: local experts of each expert rank. Endpoints made by `attention` and `expert` are
+    experts: local experts of each expert rank. members: attention ranks to each of `groups`; the
+    methods want the number of an attention rank. Endpoints made by `attention` and `expert` are
     closed by `close`; make them in the process that uses them.
     """
 
@@ -36,9 +41,14 @@ class Pairs:
         top_k: int = 2,
         lanes: int = 2,
         layers: int = 4,
+        transport: str = "shm",
+        members: int = 1,
     ) -> None:
         self.folder, self.dtype, self.layers = folder, dtype, layers
-        self.groups = range(groups)
+        self.transport, self.members = transport, members
+        self.meeting = folder / "meet"
+        self.meeting.mkdir(exist_ok=True)
+        self.groups = range(groups * members)
         self.shapes = [
             WindowShape(rows, hidden, top_k, local, dtype.itemsize, lanes) for local in experts
         ]
@@ -47,27 +57,37 @@ class Pairs:
             for group in self.groups
             for expert, shape in enumerate(self.shapes)
         }
-        self.endpoints: list[ShmAttentionEndpoint | ShmExpertEndpoint] = []
+        self.endpoints: list[AttentionSide | ExpertSide] = []
 
     def address(self, me: RankId) -> str:
         return f"ipc://{self.folder}/{me.role[0]}{me.rank}.{me.incarnation}"
 
     def peer(self, who: RankId, group: int, expert: int) -> Peer:
-        return Peer(who, self.address(who), self.fds[group, expert], self.shapes[expert])
+        fd = self.fds[group, expert] if self.transport == "shm" else None
+        return Peer(who, self.address(who), self.shapes[expert], fd)
 
-    def attention(self, group: int = 0, incarnation: int = 0) -> ShmAttentionEndpoint:
+    def carrier(self, me: RankId) -> Transport:
+        if self.transport == "shm":
+            return ShmTransport(self.dtype)
+        return ProcessGroupTransport(me, self.dtype, Meeting(self.meeting, timeout_s=20))
+
+    def attention(self, group: int = 0, incarnation: int = 0) -> AttentionSide:
         me = RankId("attention", group, incarnation)
         peers = [
             self.peer(RankId("expert", expert), group, expert) for expert in range(len(self.shapes))
         ]
-        made = ShmAttentionEndpoint(me, self.address(me), peers, self.dtype, self.layers)
+        made = AttentionSide(
+            me, self.address(me), peers, self.carrier(me), self.dtype, self.layers, self.members
+        )
         self.endpoints.append(made)
         return made
 
-    def expert(self, expert: int = 0, incarnation: int = 0) -> ShmExpertEndpoint:
+    def expert(self, expert: int = 0, incarnation: int = 0) -> ExpertSide:
         me = RankId("expert", expert, incarnation)
         peers = [self.peer(RankId("attention", group), group, expert) for group in self.groups]
-        made = ShmExpertEndpoint(me, self.address(me), peers, self.dtype, self.layers)
+        made = ExpertSide(
+            me, self.address(me), peers, self.carrier(me), self.dtype, self.layers, self.members
+        )
         self.endpoints.append(made)
         return made
 
@@ -82,31 +102,39 @@ class Pairs:
             os.close(fd)
 
 
-def wait(socket: zmq.Socket[bytes]) -> None:
-    assert socket.poll(WAIT_MS), "nothing came"
+def wait(endpoint: AttentionSide | ExpertSide) -> None:
+    poller = zmq.Poller()
+    for source in endpoint.sources:
+        poller.register(source, zmq.POLLIN)
+    assert poller.poll(WAIT_MS), "nothing came"
 
 
-def items(expert: ShmExpertEndpoint, count: int = 1) -> list[WorkItem]:
+def wait_for_bell(endpoint: AttentionSide | ExpertSide) -> None:
+    bells, *_ = endpoint.sources
+    assert bells.poll(WAIT_MS), "nobody rang"
+
+
+def items(expert: ExpertSide, count: int = 1) -> list[WorkItem]:
     """The next `count` work items."""
     found = expert.dispatch_recv()
     while len(found) < count:
-        wait(expert.socket)
+        wait(expert)
         found += expert.dispatch_recv()
     assert len(found) == count
     return found
 
 
-def arrivals(attention: ShmAttentionEndpoint, count: int = 1) -> list[Arrival]:
+def arrivals(attention: AttentionSide, count: int = 1) -> list[Arrival]:
     """The next `count` combines."""
     found = attention.combine_recv()
     while len(found) < count:
-        wait(attention.socket)
+        wait(attention)
         found += attention.combine_recv()
     assert len(found) == count
     return found
 
 
-def serve(expert: ShmExpertEndpoint, item: WorkItem, first: int = 0) -> None:
+def serve(expert: ExpertSide, item: WorkItem, first: int = 0) -> None:
     """Stands in for the experts: local expert e multiplies a row by first + e + 1."""
     work = expert.open(item)
     factors = torch.repeat_interleave(
@@ -115,7 +143,7 @@ def serve(expert: ShmExpertEndpoint, item: WorkItem, first: int = 0) -> None:
     scaled = work.hidden[work.row_index].float() * (factors * work.weights)[:, None]
     total = torch.zeros(work.out.shape).index_add_(0, work.row_index, scaled)
     work.out.copy_(total)
-    expert.combine_send(item)
+    expert.combine_send(item, work)
 
 
 def served(source: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

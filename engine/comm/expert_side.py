@@ -1,0 +1,117 @@
+"""The expert rank's end: dispatches in, combines out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from engine.comm.channel import Region
+from engine.comm.doorbell import Bell, Kind
+from engine.comm.endpoint import Endpoint
+from engine.comm.primitives import Peer, Work, WorkItem
+from engine.comm.routing import Routing, merge
+from engine.errors import RunError
+from engine.topology.ranks import RankId
+
+
+class ExpertSide(Endpoint[Bell]):
+    """`engine.comm.primitives.ExpertEndpoint` over any transport. Peers: every attention rank."""
+
+    def dispatch_recv(self) -> list[WorkItem]:
+        items = []
+        for bell in self._take(Kind.DISPATCH):
+            key = (bell.sender.rank, bell.lane)
+            if key in self._busy:
+                raise RunError(f"{bell.sender} used lane {bell.lane} again before its combine")
+            self._busy[key] = bell
+            item = self._item(bell.sender.rank // self._members, bell.lane)
+            if item is not None:
+                items.append(item)
+        return items
+
+    def _item(self, group: int, lane: int) -> WorkItem | None:
+        """What all ranks of the group have dispatched in `lane`; None until they have."""
+        found = [self._busy.get((rank, lane)) for rank in self._ranks_of(group)]
+        bells = [bell for bell in found if bell is not None]
+        if len(bells) < self._members:
+            return None
+        told = {(b.batch, b.layer, b.tile, b.sender.incarnation) for b in bells}
+        if len(told) > 1:
+            raise RunError(f"the ranks of attention group {group} disagree in lane {lane}: {told}")
+        ((batch, layer, tile, life),) = told
+        n, p = sum(bell.n for bell in bells), sum(bell.p for bell in bells)
+        return WorkItem(group, batch, lane, layer, tile, n, p, life)
+
+    def _ranks_of(self, group: int) -> range:
+        return range(group * self._members, (group + 1) * self._members)
+
+    def is_current(self, item: WorkItem) -> bool:
+        return self._item(item.group, item.lane) == item
+
+    def open(self, item: WorkItem) -> Work:
+        if not self.is_current(item):
+            raise ValueError(f"not waiting to be served: {item}")
+        regions = [self._region(rank, item.lane) for rank in self._ranks_of(item.group)]
+        if len(regions) == 1:
+            (region,) = regions
+            hidden, out = region.hidden, region.out
+            routing = Routing(region.counts, region.row_index, region.weights)
+        else:
+            hidden = torch.cat([region.hidden for region in regions])
+            out = torch.empty_like(hidden)
+            routing = merge(
+                [Routing(r.counts, r.row_index, r.weights) for r in regions],
+                [len(r.hidden) for r in regions],
+            )
+        return Work(hidden, routing.counts, routing.row_index, routing.weights, out)
+
+    def _region(self, rank: int, lane: int) -> Region:
+        """Raises RunError when the routing points outside the region's own rows."""
+        bell = self._busy[rank, lane]
+        region = self._channels[rank].region(lane, bell.n, bell.p)
+        if not bell.n:  # no payload came; what lies there is older
+            return dataclasses.replace(region, counts=torch.zeros_like(region.counts))
+        if region.counts.device.type != "cpu":
+            return region  # looking would make the host wait for the device
+        good = int(region.counts.sum()) == bell.p and bool((region.counts >= 0).all())
+        if good and bell.p:
+            least, most = torch.aminmax(region.row_index)
+            good = 0 <= int(least) <= int(most) < bell.n
+        if not good:
+            raise RunError(
+                f"{bell.sender} sent {self.me} a routing table that does not fit its {bell.n} "
+                f"rows and {bell.p} pairs: {bell}"
+            )
+        return region
+
+    def combine_send(self, item: WorkItem, work: Work) -> None:
+        if not self.is_current(item):
+            return
+        ranks = self._ranks_of(item.group)
+        bells = [self._busy[rank, item.lane] for rank in ranks]
+        rows = work.out.split([bell.n for bell in bells])
+        for rank, bell, mine in zip(ranks, bells, rows, strict=True):
+            if self._members > 1 and bell.n:
+                self._channels[rank].region(item.lane, bell.n, bell.p).out.copy_(mine)
+            # Before the bell: the answer to it may be the lane's next dispatch.
+            del self._busy[rank, item.lane]
+        for rank, bell in zip(ranks, bells, strict=True):
+            self._ring(
+                Kind.COMBINE,
+                rank,
+                WorkItem(item.group, item.batch, item.lane, item.layer, item.tile, bell.n, bell.p),
+            )
+
+    def warm_up(self, wait_s: float) -> list[RankId]:
+        return self._warm_up(Kind.DISPATCH, wait_s, rings=False)
+
+    def reconnect(self, peer: Peer) -> None:
+        self._connect(peer)
+        # What the other ranks of the group had dispatched belongs to the life that is over.
+        for rank in self._ranks_of(peer.id.rank // self._members):
+            for key in [key for key in self._busy if key[0] == rank]:
+                del self._busy[key]
+
+    def _warmed(self, rank: int) -> None:
+        self._ring(Kind.WARMUP, rank)

@@ -1,0 +1,105 @@
+"""One direction of one pair of ranks: a communicator of two, and the thread that waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from engine.comm.doorbell import Bell
+from engine.device.base import Device
+
+log = logging.getLogger(__name__)
+
+Report: TypeAlias = Callable[["Bell | None", "str | None"], None]
+
+_SENDER, _RECEIVER = 0, 1
+
+
+class Link:
+    """Sends, or receives, one message after another in the order of `put`.
+
+    name: for messages. connect: builds the communicator, and blocks for as long as that takes.
+    sends: which end this is. device: whose memory the messages lie in. overlap: on a stream of its
+    own, where the device has streams.
+    """
+
+    def __init__(
+        self, name: str, connect: Callable[[], Any], sends: bool, device: Device, overlap: bool
+    ) -> None:
+        self.after: Link | None = None  # connects first
+        self._name = name
+        self._connect = connect
+        self._sends = sends
+        self._device = device
+        self._overlap = overlap
+        self._connected = threading.Event()
+        self._closed = False
+        self._queue: SimpleQueue[tuple[Tensor, Bell | None, Any] | None] = SimpleQueue()
+
+    @property
+    def connected(self) -> bool:
+        return self._connected.is_set()
+
+    def start(self, report: Report) -> None:
+        """report is called from the link's thread: when connected, with each bell whose message
+        has been received, and with what went wrong.
+        """
+        # As a daemon: a thread that waits for a rank that is dead must not keep a process alive.
+        threading.Thread(target=self._run, args=(report,), name=self._name, daemon=True).start()
+
+    def put(self, message: Tensor, bell: Bell | None = None) -> None:
+        """The contents of `message` go out, or come in; on a device, after what was launched so
+        far. Until then nobody else may touch it.
+        """
+        self._queue.put((message, bell, self._device.record()))
+
+    def close(self) -> None:
+        """Ends the thread once it is idle. What is under way may still fail; nobody hears of it."""
+        self._closed = True
+        self._queue.put(None)
+
+    def _run(self, report: Report) -> None:
+        try:
+            if self.after is not None:
+                self.after._connected.wait()
+            group = self._connect()
+            stream = self._device.new_stream() if self._overlap else None
+            # A first message may set the connection up: that is not to happen under load.
+            self._pass(group, torch.zeros(1, dtype=torch.int8, device=self._device.torch), stream)
+        except Exception as error:
+            self._fail(report, f"no communicator for {self._name}: {error}")
+            return
+        self._connected.set()
+        report(None, None)
+        while (job := self._queue.get()) is not None:
+            message, bell, event = job
+            try:
+                self._pass(group, message, stream, event)
+            except Exception as error:
+                # A dead peer. Whether it gets another life is not this rank's to say.
+                if not self._closed:
+                    log.warning("%s broke: %s", self._name, error)
+                return
+            if bell is not None and not self._closed:
+                report(bell, None)
+
+    def _pass(self, group: Any, message: Tensor, stream: Any, event: Any = None) -> None:
+        device = self._device
+        with torch.inference_mode(), device.on_stream(stream):
+            device.wait_event(event)
+            if self._sends:
+                work = group.send([message], _RECEIVER, 0)
+            else:
+                work = group.recv([message], _SENDER, 0)
+            work.wait()
+            device.synchronize(device.record())
+
+    def _fail(self, report: Report, error: str) -> None:
+        if not self._closed:
+            report(None, error)

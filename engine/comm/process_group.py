@@ -1,0 +1,188 @@
+"""The process-group transport: payload point to point over gloo, NCCL or HCCL.
+
+NCCL and HCCL cannot receive from anyone, ignore tags and want sends and receives in matched order.
+So each pair of ranks has a communicator of its own for either direction, and the doorbell says
+what to receive. With one communicator for both directions a pair would deadlock: each side queues
+its send before the receive that the other one waits for.
+
+A message is one contiguous run of bytes. The thread of a link waits for its communicator; the
+rank's own loop never does.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.distributed_c10d import Store
+
+from engine.comm.channel import Notice, Notices, Region
+from engine.comm.doorbell import Bell, Kind
+from engine.comm.layout import WindowShape
+from engine.comm.link import Link
+from engine.comm.primitives import Peer
+from engine.device.base import Device
+from engine.device.cpu import Cpu
+from engine.topology.ranks import RankId
+
+log = logging.getLogger(__name__)
+
+# Every backend has these; bytes are not converted on the way.
+BYTES = torch.int8
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks meet to build communicators: a folder that they share and nobody else can read.
+
+    timeout_s: how long they wait for each other.
+    """
+
+    folder: Path
+    timeout_s: float
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+    def store(self, name: str) -> Store:
+        """What the ranks of communicator `name` tell each other. Each has a file of its own: one
+        that a rank left half written when it died is read by nobody else. No port is opened, and
+        no name is looked up (TCPStore looks up the name of every peer, 5 s each without a server).
+        """
+        store = FileStore(str(self.folder / name), -1)
+        store.set_timeout(self.timeout)
+        return store
+
+
+class ProcessGroupTransport:
+    """me: this rank. carrier: the device whose backend carries the payload and in whose memory it
+    lies; the CPU for gloo. overlap: links have streams of their own.
+    """
+
+    def __init__(
+        self,
+        me: RankId,
+        dtype: torch.dtype,
+        meeting: Meeting,
+        carrier: Device | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.notices = Notices()
+        self._me = me
+        self._dtype = dtype
+        self._meeting = meeting
+        self._carrier = carrier or Cpu()
+        self._overlap = overlap
+        # NCCL and HCCL build one communicator at a time: all ranks in the same order, else they
+        # wait for each other in a circle. gloo may build all at once, and must: a rank that died
+        # meanwhile holds up nobody but who wants to talk to it.
+        self._last: Link | None = None
+
+    @property
+    def memory(self) -> torch.device:
+        return self._carrier.torch
+
+    def open(self, peer: Peer) -> ProcessGroupChannel:
+        pair = (self._me, peer.id) if self._me.role == "attention" else (peer.id, self._me)
+        attention, expert = (f"{id_}.{id_.incarnation}" for id_ in pair)
+        ways = ((attention, expert), (expert, attention))
+        links = [self._link(sender, receiver) for sender, receiver in ways]
+        forth, back = links
+        mine = (forth, back) if self._me.role == "attention" else (back, forth)
+        channel = ProcessGroupChannel(
+            peer.shape, self._dtype, self._carrier.torch, *mine, self.notices, str(peer.id)
+        )
+        for link in links:
+            link.start(channel.report)
+        return channel
+
+    def _link(self, sender: str, receiver: str) -> Link:
+        def connect() -> Any:
+            store = self._meeting.store(f"{sender}-{receiver}".replace(" ", "-"))
+            return self._carrier.process_group(store, int(not sends), 2, self._meeting.timeout)
+
+        sends = sender == f"{self._me}.{self._me.incarnation}"
+        link = Link(f"{sender} to {receiver}", connect, sends, self._carrier, self._overlap)
+        if self._carrier.backend != "gloo":
+            link.after, self._last = self._last, link
+        return link
+
+    def close(self) -> None:
+        self.notices.close()
+
+
+class ProcessGroupChannel:
+    """For each lane, the bytes of a dispatch and of its answer, in the carrier's memory."""
+
+    def __init__(
+        self,
+        shape: WindowShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        sending: Link,
+        receiving: Link,
+        notices: Notices,
+        peer: str,
+    ) -> None:
+        self.shape = shape
+        self._dtype = dtype
+        self._sending, self._receiving = sending, receiving
+        self._notices = notices
+        self._peer = peer
+        largest = shape.message(shape.rows, shape.pairs).total
+        self._dispatches = _lanes(shape.lanes, largest, device)
+        self._answers = _lanes(shape.lanes, shape.rows_bytes, device)
+
+    @property
+    def connected(self) -> bool:
+        return self._sending.connected and self._receiving.connected
+
+    def region(self, lane: int, n: int, p: int) -> Region:
+        shape, message = self.shape, self._dispatches[lane]
+        at = shape.message(n, p)
+
+        def view(begin: int, count: int, dtype: torch.dtype) -> Tensor:
+            return message[begin : begin + count * dtype.itemsize].view(dtype)
+
+        return Region(
+            hidden=view(0, n * shape.hidden, self._dtype).view(n, shape.hidden),
+            counts=view(at.counts_at, shape.local_experts, torch.int32),
+            row_index=view(at.row_index_at, p, torch.int32),
+            weights=view(at.weights_at, p, torch.float32),
+            out=self._answer(lane, n).view(self._dtype).view(n, shape.hidden),
+        )
+
+    def send(self, bell: Bell) -> None:
+        self._sending.put(self._bytes(bell))
+
+    def receive(self, bell: Bell) -> bool:
+        self._receiving.put(self._bytes(bell), bell)
+        return False
+
+    def report(self, bell: Bell | None, error: str | None) -> None:
+        """From a link's thread: it is connected, it has received, or it cannot."""
+        self._notices.add(Notice(self, bell, error and f"{self._peer}: {error}"))
+
+    def close(self) -> None:
+        self._sending.close()
+        self._receiving.close()
+
+    def _bytes(self, bell: Bell) -> Tensor:
+        if bell.kind is Kind.COMBINE:
+            return self._answer(bell.lane, bell.n)
+        return self._dispatches[bell.lane][: self.shape.message(bell.n, bell.p).total]
+
+    def _answer(self, lane: int, n: int) -> Tensor:
+        size = n * self.shape.hidden * self.shape.payload_bytes
+        return self._answers[lane][:size]
+
+
+def _lanes(lanes: int, size: int, device: torch.device) -> list[Tensor]:
+    return [torch.empty(size, dtype=BYTES, device=device) for _ in range(lanes)]

@@ -1,0 +1,59 @@
+"""From a rank's spec to what it talks through: peers, transport, its attention group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+
+from engine.comm.channel import Transport
+from engine.comm.collectives import TensorParallel
+from engine.comm.primitives import Peer
+from engine.comm.process_group import Meeting, ProcessGroupTransport
+from engine.comm.shm import ShmTransport
+from engine.device.base import Device
+from engine.device.cpu import Cpu
+from engine.errors import RunError
+from engine.worker.spec import RankSpec
+
+
+def peers_of(spec: RankSpec, windows: Sequence[int]) -> list[Peer]:
+    """The peers with their windows, for an endpoint's constructor."""
+    return [
+        Peer(peer.id, peer.bell, peer.shape, fd) for peer, fd in zip_longest(spec.peers, windows)
+    ]
+
+
+def close_windows(windows: Sequence[int]) -> None:
+    """To be called once an endpoint has mapped them."""
+    for fd in windows:
+        os.close(fd)
+
+
+def transport_of(spec: RankSpec, dtype: torch.dtype, device: Device) -> Transport:
+    """Payload lies in the device's memory only where the device's own backend carries it."""
+    if spec.transport == "shm":
+        return ShmTransport(dtype)
+    carrier = Cpu() if spec.transport == "gloo" else device
+    return ProcessGroupTransport(spec.id, dtype, _meeting(spec), carrier, spec.overlap)
+
+
+def team_of(spec: RankSpec, device: Device) -> TensorParallel:
+    """The attention group of this rank; blocks until all its members are there."""
+    shard = spec.shard
+    if shard.size == 1:
+        return TensorParallel.solo()
+    meeting = _meeting(spec)
+    store = meeting.store(f"group-{spec.id.rank // shard.size}.{spec.id.incarnation}")
+    try:
+        group = device.process_group(store, shard.member, shard.size, meeting.timeout)
+    except RuntimeError as error:
+        raise RunError(f"{spec.id} cannot meet the other members of its group: {error}") from None
+    return TensorParallel(group, shard.member, shard.size)
+
+
+def _meeting(spec: RankSpec) -> Meeting:
+    return Meeting(Path(spec.meeting), spec.connect_timeout_s)
