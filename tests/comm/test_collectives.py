@@ -111,4 +111,4 @@ def test_a_missing_member_is_an_error_and_no_hang(method: str) -> None:
         with pytest.raises(RuntimeError):
             getattr(team, method)(*arguments[method])
 
-    in_team(2, work, timeout_s=1)
+    in_team(2, work, timeout_s=5)
