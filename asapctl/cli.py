@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from asapctl.check import check
+from asapctl.doctor import doctor
 from asapctl.launch import launch
 from asapctl.logs import logs
 from asapctl.prefill import prefill
@@ -97,7 +98,7 @@ def _summary(command: Callable[..., Any]) -> str:
 
 
 # In the order of the help. These modules import what they need when they run.
-for command in (prefill, launch, ps, status, trace, logs, stop, check):
+for command in (prefill, launch, ps, status, trace, logs, stop, check, doctor):
     app.command(command.__name__, short_help=_summary(command))(_reported(command))
 
 
@@ -107,7 +108,7 @@ def _terminated(number: int, frame: object) -> NoReturn:
 
 def run() -> None:
     # Accelerator plug-ins of torch load with their rank alone: a broken one does no harm here.
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     signal.signal(signal.SIGTERM, _terminated)
     try:
         app()
