@@ -48,7 +48,8 @@ def _in_best_groups(scores: Tensor, router: Router) -> Tensor:
     """
     if router.top_groups == router.groups:
         return scores
-    grouped = scores.view(scores.shape[0], router.groups, -1)
+    tokens, experts = scores.shape  # both by number: with no tokens, view cannot infer a size
+    grouped = scores.view(tokens, router.groups, experts // router.groups)
     sums = grouped.topk(2, dim=-1).values.sum(-1)
     best = sums.topk(router.top_groups).indices
     outside = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)
