@@ -94,7 +94,11 @@ def test_members_of_a_group_divide_heads_and_rows(demo: Path) -> None:
     assert {window.rows for window in two.windows} == {51}
     assert two.ranks[6].windows_bytes == 6 * two.windows[0].total_bytes
     assert one.ranks[0].weights_bytes > two.ranks[0].weights_bytes > one.ranks[0].weights_bytes / 2
-    assert two.ranks[6].working_set_bytes > one.ranks[2].working_set_bytes
+    even = ["experts.ranks=2", "comm.window_tokens=100"]
+    alone = plan(demo, "attention.groups=2", *even).ranks[-1]
+    shared = plan(demo, "attention.tensor_parallel=2", *even).ranks[-1]
+    side_by_side = 2 * 100 * two.config.hidden_size * 4  # members' rows, in and out
+    assert shared.working_set_bytes - alone.working_set_bytes == side_by_side
     assert "GLOO_SOCKET_IFNAME" in two.environment
     assert one.environment == {}
 
