@@ -46,6 +46,10 @@ class ExpertSide(Endpoint[Bell]):
     def _ranks_of(self, group: int) -> range:
         return range(group * self._members, (group + 1) * self._members)
 
+    def holds(self, rank: int, lane: int) -> bool:
+        """Whether a dispatch of that attention rank is here and not answered."""
+        return (rank, lane) in self._busy
+
     def is_current(self, item: WorkItem) -> bool:
         return self._item(item.group, item.lane) == item
 

@@ -16,7 +16,7 @@ from engine.comm.shm import ShmTransport
 from engine.comm.windows import Window
 from engine.errors import RunError
 from engine.topology.ranks import RankId
-from helpers.pairs import WAIT_MS, Pairs, arrivals, items, serve, wait_for_bell
+from helpers.pairs import WAIT_MS, Pairs, arrivals, items, serve, wait, wait_for_bell
 
 MakePairs = Callable[..., Pairs]
 
@@ -197,6 +197,36 @@ def test_another_life_of_an_attention_rank(make_pairs: MakePairs) -> None:
     assert expert.is_current(item)
     serve(expert, item)
     arrivals(new)
+
+
+def test_another_life_of_a_group_voids_what_any_member_sent(make_pairs: MakePairs) -> None:
+    pairs = make_pairs(members=2)
+    expert = pairs.expert()
+    old = [pairs.attention(rank) for rank in range(2)]
+    for lane, senders in enumerate((old, old[1:])):  # one item whole, one of which half came
+        for member in senders:
+            member.dispatch_send(0, lane, 5, 0, 0, SOURCE, PART)
+    (stale,) = items(expert)
+    work = expert.open(stale)
+    while not expert.holds(1, 1):
+        wait(expert)
+        assert expert.dispatch_recv() == []
+
+    new = []
+    for rank in range(2):
+        pairs.new_window(rank, 0)
+        new.append(pairs.attention(rank, incarnation=1))
+        expert.reconnect(pairs.peer(new[rank].me, rank, 0))
+    assert not expert.is_current(stale)
+    expert.combine_send(stale, work)  # tells nobody
+    for lane in range(2):
+        for member in new:
+            member.dispatch_send(0, lane, 5, 0, 0, SOURCE, PART)
+    for item in items(expert, 2):
+        assert (item.n, item.incarnation) == (6, 1)
+        serve(expert, item)
+    for member in new:
+        arrivals(member, 2)
 
 
 def test_a_dispatch_heard_during_warm_up_is_void_after_a_new_life(make_pairs: MakePairs) -> None:

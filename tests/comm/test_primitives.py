@@ -10,8 +10,9 @@ from torch import Tensor
 
 from engine.comm.layout import tiles
 from engine.comm.routing import RankDispatch, plan_dispatch
+from engine.errors import RunError
 from engine.topology.ranks import RankId
-from helpers.pairs import Pairs, arrivals, items, serve, served
+from helpers.pairs import Pairs, arrivals, items, serve, served, wait
 
 MakePairs = Callable[..., Pairs]
 
@@ -165,6 +166,62 @@ def test_a_combine_is_added_once_and_to_its_own_rows(make_pairs: MakePairs) -> N
     attention.combine_add(arrival, part.rows, into)
     with pytest.raises(ValueError, match="not waiting"):
         attention.combine_add(arrival, part.rows, into)
+
+
+def test_the_dispatches_of_a_group_are_one_work_item(make_pairs: MakePairs) -> None:
+    pairs = make_pairs(groups=2, members=2, experts=(3,))
+    expert = pairs.expert()
+    members = [pairs.attention(rank) for rank in (2, 3)]  # of group 1
+    source, experts, weights = routed(7, 3)
+    shares = [slice(0, 4), slice(4, 7)]
+    parts = [plan_dispatch(experts[own], weights[own], [range(3)])[0] for own in shares]
+    for _ in range(2):  # the lane is free again afterwards
+        assert members[1].dispatch_send(0, 1, 8, 2, 0, source[shares[1]], parts[1])
+        wait(expert)
+        assert expert.dispatch_recv() == []
+        assert members[0].dispatch_send(0, 1, 8, 2, 0, source[shares[0]], parts[0])
+        (item,) = items(expert)
+        assert (item.group, item.lane, item.n, item.p) == (1, 1, 7, 14)
+        work = expert.open(item)
+        assert torch.equal(work.hidden, source)
+        whole = plan_dispatch(experts, weights, [range(3)])[0]
+        for name in ("counts", "row_index", "weights"):
+            assert torch.equal(getattr(work, name), getattr(whole, name))
+        serve(expert, item)
+        into = torch.zeros(7, 4)
+        for member, part, own in zip(members, parts, shares, strict=True):
+            member.combine_add(arrivals(member)[0], part.rows, into[own])
+        torch.testing.assert_close(into, served(source, experts, weights))
+
+
+def test_a_member_without_rows_is_waited_for_and_answered(make_pairs: MakePairs) -> None:
+    pairs = make_pairs(members=2)
+    expert = pairs.expert()
+    members = [pairs.attention(rank) for rank in range(2)]
+    source, part = one_part()
+    (nothing,) = plan_dispatch(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), [range(2)])
+    members[0].dispatch_send(0, 0, 1, 0, 0, source, part)
+    wait(expert)
+    assert expert.dispatch_recv() == []
+    members[1].dispatch_send(0, 0, 1, 0, 0, source[:0], nothing)
+    (item,) = items(expert)
+    assert item.n == part.n
+    serve(expert, item)
+    into = torch.zeros(3, 4)
+    members[1].combine_add(arrivals(members[1])[0], nothing.rows, into[:0])
+    assert not into.any()
+    members[0].combine_add(arrivals(members[0])[0], part.rows, into)
+    assert into.any()
+
+
+def test_members_of_a_group_that_disagree_are_an_error(make_pairs: MakePairs) -> None:
+    pairs = make_pairs(members=2)
+    expert = pairs.expert()
+    source, part = one_part()
+    for rank in range(2):
+        pairs.attention(rank).dispatch_send(0, 0, 1, rank, 0, source, part)
+    with pytest.raises(RunError, match="attention group 0 disagree in lane 0"):
+        items(expert)
 
 
 def test_warm_up_meets_every_pair_and_loses_no_dispatch(make_pairs: MakePairs) -> None:

@@ -1,5 +1,7 @@
 """Ranks that die under load: nobody's answer is lost, and none is different."""
 
+import contextlib
+import functools
 import os
 import random
 import signal
@@ -54,35 +56,68 @@ def values(results: dict[int, PrefillResult]) -> dict[int, object]:
     return {key: (r.error, r.token_id, r.top, r.prompt_logprobs) for key, r in results.items()}
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[int, object]:
+SHM = layout(2, 2, *SMALL)
+GLOO = [*SHM, "comm.transport=gloo"]
+TEAMS = [*layout(2, 1, *SMALL), "attention.tensor_parallel=2"]
+TEAMS_GLOO = [*TEAMS, "comm.transport=gloo"]
+
+
+@functools.cache
+def undisturbed(*overrides: str) -> dict[int, object]:
     """Of the same prompts, submitted alike, so in the same batches."""
-    with instance(checkpoint(FAMILY), layout(2, 2, *SMALL)) as client:
+    with instance(checkpoint(FAMILY), overrides) as client:
         client.submit(requests(60))
         client.drain()
         return values(collect(client, 60))
 
 
-@pytest.mark.parametrize("rank", [RankId("attention", 1), RankId("expert", 0)], ids=str)
-def test_a_killed_rank_comes_back_and_no_bit_differs(
-    rank: RankId, undisturbed: dict[int, object]
-) -> None:
-    with instance(checkpoint(FAMILY), layout(2, 2, *SMALL)) as client:
+@pytest.mark.parametrize(
+    ("overrides", "rank"),
+    [
+        (SHM, RankId("attention", 1)),
+        (SHM, RankId("expert", 0)),
+        (GLOO, RankId("attention", 1)),
+        (GLOO, RankId("expert", 0)),
+        (TEAMS, RankId("attention", 3)),
+        (TEAMS_GLOO, RankId("attention", 0)),
+        (TEAMS_GLOO, RankId("expert", 0)),
+    ],
+    ids=[
+        "shm-attention",
+        "shm-expert",
+        "gloo-attention",
+        "gloo-expert",
+        "teams-attention",
+        "teams-gloo-attention",
+        "teams-gloo-expert",
+    ],
+)
+def test_a_killed_rank_comes_back_and_no_bit_differs(overrides: list[str], rank: RankId) -> None:
+    expected = undisturbed(*overrides)
+    with instance(checkpoint(FAMILY), overrides) as client:
         client.submit(requests(60))
         client.drain()
         wait_for(lambda: status_of(client, rank).work_items > 2, f"{rank} is at work")
         os.kill(status_of(client, rank).pid, signal.SIGKILL)
         results = collect(client, 60)
-        wait_for(lambda: status_of(client, rank).id.incarnation == 1, f"{rank} lives again")
-        wait_for(lambda: status_of(client, rank).ready, f"{rank} is ready again")
-        assert status_of(client, rank).deaths == 1
-    assert values(results) == undisturbed
+        # Members of a group live and die together.
+        size = 2 if overrides in (TEAMS, TEAMS_GLOO) and rank.role == "attention" else 1
+        first = rank.rank // size * size
+        for member in (RankId(rank.role, first + place) for place in range(size)):
+            wait_for(lambda m=member: status_of(client, m).ready, f"{member} is ready again")
+            assert status_of(client, member).id.incarnation == 1
+            assert status_of(client, member).deaths == 1
+        snapshot = client.fresh_snapshot(10.0)
+        assert snapshot is not None
+        assert sum(status.deaths for status in snapshot.ranks) == size
+    assert values(results) == expected
 
 
-def test_random_kills_cost_no_answer() -> None:
+@pytest.mark.parametrize("overrides", [SHM, GLOO, TEAMS_GLOO], ids=["shm", "gloo", "teams"])
+def test_random_kills_cost_no_answer(overrides: list[str]) -> None:
     model_dir = checkpoint(FAMILY)
     chaos = random.Random(7)
-    with instance(model_dir, layout(2, 2, *SMALL)) as client:
+    with instance(model_dir, overrides) as client:
         asked = requests(300, length=200)
         for request in asked:
             client.submit([request])
@@ -98,8 +133,10 @@ def test_random_kills_cost_no_answer() -> None:
                 snapshot = client.fresh_snapshot(10.0)
                 assert snapshot is not None
                 there = [status.pid for status in snapshot.ranks if status.ready]
-                os.kill(chaos.choice(there), signal.SIGKILL)
-                deaths += 1
+                if there:
+                    with contextlib.suppress(ProcessLookupError):  # its group has just died
+                        os.kill(chaos.choice(there), signal.SIGKILL)
+                        deaths += 1
                 next_kill = time.monotonic() + 0.3
         assert deaths == 6
     for request in asked:

@@ -3,15 +3,10 @@
 import os
 import signal
 from collections.abc import Sequence
-from typing import Any
 
-from torch import Tensor
-
+from engine.comm.expert_side import ExpertSide
 from engine.comm.primitives import Work, WorkItem
-from engine.comm.shm import ShmExpertEndpoint
 from engine.control.messages import PrefillRequest
-from engine.model.attention import AttentionModel
-from engine.model.spans import Span
 from engine.schedule.types import Batch
 from engine.worker import attention as attention_rank
 from engine.worker import expert as expert_rank
@@ -35,32 +30,29 @@ def attention(payload: bytes, fds: list[int]) -> None:
 
 def marking_attention(payload: bytes, fds: list[int]) -> None:
     """Lives, and makes the prompt's rows zero, by which `expert` knows them."""
-    attend = AttentionModel.attend
+    attend = Lane._attend
 
-    def mark(
-        self: AttentionModel, layer: int, hidden: Tensor, rope: Any, spans: Sequence[Span], kvs: Any
-    ) -> Tensor:
-        out = attend(self, layer, hidden, rope, spans, kvs)
+    def mark(self: Lane, tokens: int) -> None:
+        attend(self, tokens)
         row = 0
-        for span in spans:
+        for span in self._spans:
             if span.length == POISON_TOKENS:
-                out[row : row + span.length] = 0
+                self._hidden[row : row + span.length] = 0
             row += span.length
-        return out
 
-    AttentionModel.attend = mark  # type: ignore[method-assign]
+    Lane._attend = mark  # type: ignore[method-assign]
     attention_rank.main(payload, fds)
 
 
 def expert(payload: bytes, fds: list[int]) -> None:
     """Dies when it is about to serve rows of the prompt."""
-    open_ = ShmExpertEndpoint.open
+    open_ = ExpertSide.open
 
-    def deadly(self: ShmExpertEndpoint, item: WorkItem) -> Work:
+    def deadly(self: ExpertSide, item: WorkItem) -> Work:
         work = open_(self, item)
         if bool((work.hidden.abs().sum(-1) == 0).any()):
             os.kill(os.getpid(), signal.SIGKILL)
         return work
 
-    ShmExpertEndpoint.open = deadly  # type: ignore[method-assign]
+    ExpertSide.open = deadly  # type: ignore[method-assign]
     expert_rank.main(payload, fds)
