@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.device import fused, npu_operators
-from engine.model.architecture import Router
+from engine.model.architecture import Rope, Router
 from engine.model.attention import Span
 from engine.model.config import load_config
 from engine.model.experts import ExpertModel
 from engine.model.layers import RMSNorm
-from engine.model.rope import Rotation, rotate
+from engine.model.rope import Rotation, rotate, rotation
 from engine.model.router import Gate
 from engine.model.spans import attend
 from helpers.checkpoints import (
@@ -73,20 +73,18 @@ def test_rms_norm(npu: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_rotate(npu: Any, dtype: torch.dtype, interleaved: bool, tokens: int) -> None:
     torch.manual_seed(2)
     angles = torch.randn(tokens, 8)
-    rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), unit=True)
+    turn = Rotation(angles.cos().to(dtype), angles.sin().to(dtype), unit=True)
     x = torch.randn(tokens, 3, 16).to(dtype)
-    assert_close(
-        rotate(x, rotation, interleaved), plainly(lambda: rotate(x, rotation, interleaved))
-    )
+    assert_close(rotate(x, turn, interleaved), plainly(lambda: rotate(x, turn, interleaved)))
     assert names(npu) == ["npu_rotary_mul"] * (tokens > 0)
 
 
-def test_angles_beyond_the_documented_range_are_rotated_plainly(npu: Any) -> None:
-    angles = torch.randn(7, 8)
-    rotation = Rotation(2 * angles.cos(), 2 * angles.sin(), unit=False)
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_angles_beyond_the_documented_range_are_rotated_plainly(npu: Any, factor: float) -> None:
+    turn = rotation(Rope(16, 10_000.0, attention_factor=factor), torch.arange(7), torch.float32)
     x = torch.randn(7, 3, 16)
-    assert_close(rotate(x, rotation, False), plainly(lambda: rotate(x, rotation, False)))
-    assert names(npu) == []
+    assert_close(rotate(x, turn, False), plainly(lambda: rotate(x, turn, False)))
+    assert names(npu) == ["npu_rotary_mul"] * (factor == 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
