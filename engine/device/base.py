@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 Kind: TypeAlias = Literal["cpu", "cuda", "npu"]
 
-_MODULES: dict[str, str] = {
+MODULES: dict[str, str] = {
     "cpu": "engine.device.cpu:Cpu",
     "cuda": "engine.device.cuda:Cuda",
     "npu": "engine.device.npu:Npu",
@@ -60,7 +60,8 @@ class Device(ABC):
 
     @abstractmethod
     def process_group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """A communicator of `size` processes that meet through `store`; blocks until they have.
+        """A communicator of `size` processes that meet through `store`: here, or, over HCCL, in
+        its first operation. Either blocks until all are there.
 
         Has the methods of torch.distributed.Backend. Raises RuntimeError when they do not come.
         """
@@ -71,6 +72,6 @@ def open_device(kind: Kind) -> Device:
 
     Raises RunError that names what is missing (a driver, a library, the device).
     """
-    module, name = _MODULES[kind].split(":")
+    module, name = MODULES[kind].split(":")
     device: Device = getattr(import_module(module), name)()
     return device

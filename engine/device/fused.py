@@ -54,13 +54,14 @@ class FusedOperators:
     """rms_norm: x [..., H], weight [H], eps. rotate: x [N, heads, d], cos and sin [N, d / 2],
     interleaved; laid out as engine.model.rope's. attend: query [n, heads, d], key [m, kv_heads, d],
     value [m, kv_heads, dv], window, scale -> [n, heads, dv]. gate: logits [N, E] float32, router,
-    selection bias or None -> experts [N, k] int64, weights [N, k] float32.
+    selection bias or None -> experts [N, k] int64, weights [N, k] float32. The last two may return
+    None for what they cannot do, which is then done in plain code.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     rotate: Callable[[Tensor, Tensor, Tensor, bool], Tensor] | None = None
-    attend: Callable[[Tensor, Tensor, Tensor, int | None, float], Tensor] | None = None
-    gate: Callable[..., tuple[Tensor, Tensor]] | None = None
+    attend: Callable[[Tensor, Tensor, Tensor, int | None, float], Tensor | None] | None = None
+    gate: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     experts: ExpertOperator | None = None
 
 

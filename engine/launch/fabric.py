@@ -27,7 +27,10 @@ from engine.launch.ports import (
 HCCL_BASE_PORTS = 16  # HCCL_IF_BASE_PORT takes so many from its value on
 HCCL_LAST_BASE = 65520
 HCCL_TIMEOUT_S = (120, 7200)
-HCCL_BUFFER_MIB = 200  # HCCL's own default
+# Of communicators for collectives, and of those that torch-npu makes for sends and receives. In
+# MiB; what HCCL takes by itself is at most the following.
+HCCL_BUFFERS = ("HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE")
+HCCL_BUFFER_MIB = 200
 _MIB = 1 << 20
 
 # How fast a rank reads its weights in bad cases, such as a network file system that all ranks read
@@ -120,10 +123,10 @@ def plan_environment(
 def communicator_bytes(backend: str, environment: Mapping[str, str]) -> int:
     """Device memory that one communicator takes at each of its ends.
 
-    hccl: twice HCCL_BUFFSIZE, as CANN documents. nccl: an estimate. Others take none.
+    hccl: twice its buffer size, as CANN documents. nccl: an estimate. Others take none.
     """
     if backend == "hccl":
-        return 2 * _buffer_mib(environment) * _MIB
+        return 2 * max(_buffer_mib(environment, name) for name in HCCL_BUFFERS) * _MIB
     if backend == "nccl":
         buffer = _positive(environment, "NCCL_BUFFSIZE", _NCCL_BUFFER_BYTES)
         channels = min(
@@ -222,19 +225,20 @@ def _plan_hccl_timeout(plan: _Environment, connect_timeout_s: float, load_bytes:
 
 
 def _plan_hccl_buffers(plan: _Environment, window_bytes: int) -> None:
-    if plan.own("HCCL_BUFFSIZE") is None:
-        # CANN's advice is more than the data of one operation.
-        plan.plan("HCCL_BUFFSIZE", str(window_bytes // _MIB + 1))
-    mib = _buffer_mib(plan.values)
-    if mib * _MIB < window_bytes:
-        plan.notes.append(
-            f"HCCL_BUFFSIZE={mib} is less than a message ({window_bytes / _MIB:.0f} MiB), which "
-            "makes it slower"
-        )
+    for name in HCCL_BUFFERS:
+        if plan.own(name) is None:
+            # CANN's advice is more than the data of one operation.
+            plan.plan(name, str(window_bytes // _MIB + 1))
+        mib = _buffer_mib(plan.values, name)
+        if mib * _MIB < window_bytes:
+            plan.notes.append(
+                f"{name}={mib} is less than a message ({window_bytes / _MIB:.0f} MiB), which "
+                "makes it slower"
+            )
 
 
-def _buffer_mib(environment: Mapping[str, str]) -> int:
-    return _positive(environment, "HCCL_BUFFSIZE", HCCL_BUFFER_MIB)
+def _buffer_mib(environment: Mapping[str, str], name: str) -> int:
+    return _positive(environment, name, HCCL_BUFFER_MIB)
 
 
 def _positive(environment: Mapping[str, str], name: str, default: int) -> int:

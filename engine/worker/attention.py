@@ -157,6 +157,8 @@ def _run(
     with zmq.Context() as context:
         link = ControlLink(context, spec)
         config = load_config(model_dir)
+        # Before any pair connects: building two communicators at a time may block a device.
+        team = team_of(spec, device)
         endpoint = AttentionSide(
             spec.id,
             spec.bell,
@@ -171,7 +173,6 @@ def _run(
             close_windows(windows)
             turns = _turns(spec, context)
             link.hello(own_agreement(spec, config))
-            team = team_of(spec, device)
             start = time.monotonic()
             model = load_attention(model_dir, config, dtype, device.torch, spec.shard)
             loaded = time.monotonic() - start

@@ -13,12 +13,20 @@ def make_windows(tmp_path: Path) -> Iterator[Callable[..., Pairs]]:
     yield from _closing(tmp_path, "shm")
 
 
-@pytest.fixture(params=["shm", "gloo"])
+@pytest.fixture(params=["shm", "gloo", "hccl"])
 def make_pairs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Pairs]]:
     """Makes Pairs (same arguments, without the folder) that are closed after the test.
 
-    Every transport has to do what the tests ask for.
+    Every transport has to do what the tests ask for; "hccl" is a stand-in that keeps its rules.
     """
+    yield from _closing(tmp_path, request.param)
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def make_recovering(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Pairs]]:
+    """As make_pairs, of transports over which some ranks may come later, or again."""
     yield from _closing(tmp_path, request.param)
 
 

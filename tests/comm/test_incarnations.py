@@ -142,8 +142,8 @@ def test_an_answer_nobody_asked_for_is_an_error(make_pairs: MakePairs) -> None:
         attention.combine_recv()
 
 
-def test_another_life_of_an_expert_rank(make_pairs: MakePairs) -> None:
-    pairs = make_pairs()
+def test_another_life_of_an_expert_rank(make_recovering: MakePairs) -> None:
+    pairs = make_recovering()
     attention, old = pairs.attention(), pairs.expert()
     for lane in range(2):
         attention.dispatch_send(0, lane, 5, 0, lane, SOURCE, PART)
@@ -172,8 +172,8 @@ def test_another_life_of_an_expert_rank(make_pairs: MakePairs) -> None:
         attention.reconnect(pairs.peer(new.me, 0, 0))
 
 
-def test_another_life_of_an_attention_rank(make_pairs: MakePairs) -> None:
-    pairs = make_pairs()
+def test_another_life_of_an_attention_rank(make_recovering: MakePairs) -> None:
+    pairs = make_recovering()
     old, expert = pairs.attention(), pairs.expert()
     old.dispatch_send(0, 0, 5, 0, 0, SOURCE, PART)
     (stale,) = items(expert)
@@ -199,8 +199,8 @@ def test_another_life_of_an_attention_rank(make_pairs: MakePairs) -> None:
     arrivals(new)
 
 
-def test_another_life_of_a_group_voids_what_any_member_sent(make_pairs: MakePairs) -> None:
-    pairs = make_pairs(members=2)
+def test_another_life_of_a_group_voids_what_any_member_sent(make_recovering: MakePairs) -> None:
+    pairs = make_recovering(members=2)
     expert = pairs.expert()
     old = [pairs.attention(rank) for rank in range(2)]
     for lane, senders in enumerate((old, old[1:])):  # one item whole, one of which half came
@@ -229,8 +229,10 @@ def test_another_life_of_a_group_voids_what_any_member_sent(make_pairs: MakePair
         arrivals(member, 2)
 
 
-def test_a_dispatch_heard_during_warm_up_is_void_after_a_new_life(make_pairs: MakePairs) -> None:
-    pairs = make_pairs(groups=2)
+def test_a_dispatch_heard_during_warm_up_is_void_after_a_new_life(
+    make_recovering: MakePairs,
+) -> None:
+    pairs = make_recovering(groups=2)
     old, expert = pairs.attention(0), pairs.expert()
     old.dispatch_send(0, 0, 5, 0, 0, SOURCE, PART)
     assert expert.warm_up(0.2) == [RankId("attention", 1)]
@@ -240,8 +242,8 @@ def test_a_dispatch_heard_during_warm_up_is_void_after_a_new_life(make_pairs: Ma
     assert expert.dropped == 0  # it was heard, and by an expert that knew its sender
 
 
-def test_a_new_life_rings_until_it_is_known(make_pairs: MakePairs) -> None:
-    pairs = make_pairs()
+def test_a_new_life_rings_until_it_is_known(make_recovering: MakePairs) -> None:
+    pairs = make_recovering()
     expert = pairs.expert()
     pairs.new_window(0, 0)
     new = pairs.attention(incarnation=1)

@@ -18,6 +18,7 @@ from engine.comm.process_group import Meeting, ProcessGroupTransport
 from engine.comm.shm import ShmTransport
 from engine.comm.windows import create_windows
 from engine.topology.ranks import RankId
+from helpers.hccl_double import NpuDouble
 
 WAIT_MS = 20_000  # a test that waits this long has failed
 
@@ -26,8 +27,9 @@ class Pairs:
     """Windows between `groups` attention ranks and `len(experts)` expert ranks.
 
     experts: local experts of each expert rank. members: attention ranks to each of `groups`; the
-    methods want the number of an attention rank. Endpoints made by `attention` and `expert` are
-    closed by `close`; make them in the process that uses them.
+    methods want the number of an attention rank. transport: "shm", "gloo", or "hccl", which is a
+    stand-in (`helpers.hccl_double`). Endpoints made by `attention` and `expert` are closed by
+    `close`; make them in the process that uses them.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class Pairs:
     def carrier(self, me: RankId) -> Transport:
         if self.transport == "shm":
             return ShmTransport(self.dtype)
-        return ProcessGroupTransport(me, self.dtype, Meeting(self.meeting, timeout_s=20))
+        carrier = NpuDouble() if self.transport == "hccl" else None
+        return ProcessGroupTransport(me, self.dtype, Meeting(self.meeting, timeout_s=20), carrier)
 
     def attention(self, group: int = 0, incarnation: int = 0) -> AttentionSide:
         me = RankId("attention", group, incarnation)
