@@ -1,7 +1,8 @@
 """An instance whose devices are NPUs and whose payload goes by HCCL, as far as a CPU can tell.
 
 Planning, masks, environment, processes, protocol and scheduling are those of a real one; the
-device and HCCL are stand-ins that keep the documented rules (`helpers.hccl_double`).
+device, its operators and HCCL are stand-ins that keep the documented rules (`helpers.hccl_double`,
+`helpers.torch_npu_double`).
 """
 
 import os
@@ -59,7 +60,10 @@ def instance(*overrides: str) -> Iterator[Client]:
 
 
 def test_numbers_with_uneven_groups_of_two_ranks() -> None:
-    asked = [PrefillRequest(key, token_ids(length, key)) for key, length in enumerate((1, 70, 300))]
+    asked = [
+        PrefillRequest(key, token_ids(length, key), logprobs=5)
+        for key, length in enumerate((1, 70, 300))
+    ]
     with instance(*layout(2, 3, "attention.tensor_parallel=2", "comm.window_tokens=49")) as client:
         client.submit(asked)
         client.drain()
@@ -69,6 +73,9 @@ def test_numbers_with_uneven_groups_of_two_ranks() -> None:
         logits = reference_logits(checkpoint("deepseek_v3"), request.token_ids)[-1]
         assert results[request.key].error is None
         assert results[request.key].token_id == int(logits.argmax())
+        expected = logits.log_softmax(-1)
+        for entry in results[request.key].top or []:
+            assert abs(entry.logprob - float(expected[entry.token_id])) <= 1e-5
     seen = sorted(line for log in logs for line in log.splitlines() if line.startswith("sees"))
     assert seen == [f"sees {device}, waits 300 s" for device in range(7)]  # each its own
 

@@ -1,12 +1,17 @@
-"""Ranks on stand-ins for NPUs: CPUs whose process groups keep HCCL's rules."""
+"""Ranks on stand-ins for NPUs: CPUs with torch-npu's operators, whose process groups keep HCCL's
+rules.
+"""
 
 import os
 
 from engine.device import base
+from engine.device.fused import register
+from engine.device.npu_operators import operators
 from engine.topology.ranks import Role
 from engine.worker import attention as attention_rank
 from engine.worker import expert as expert_rank
 from helpers.hccl_double import NpuDouble
+from helpers.torch_npu_double import torch_npu_double
 
 ENTRIES: dict[Role, str] = {
     "attention": "helpers.npu_ranks:attention",
@@ -19,6 +24,9 @@ class VisibleNpu(NpuDouble):
 
     def __init__(self) -> None:
         super().__init__()
+        torch_npu = torch_npu_double()
+        torch_npu.npu.set_device(0)
+        register("cpu", operators(torch_npu, triton=False))
         print(
             f"sees {os.environ['ASCEND_RT_VISIBLE_DEVICES']}, "
             f"waits {os.environ['HCCL_CONNECT_TIMEOUT']} s",
