@@ -90,7 +90,9 @@ class AttentionSide(Endpoint[_Flight]):
             raise ValueError(f"not waiting to be added: {arrival}")
         if rows.shape != (arrival.n,):
             raise ValueError(f"{arrival.n} rows arrived, to be added to {list(rows.shape)}")
-        region = self._channels[arrival.expert].region(arrival.lane, flight.sent.n, flight.sent.p)
+        channel = self._channels[arrival.expert]
+        channel.settle(arrival.lane)
+        region = channel.region(arrival.lane, flight.sent.n, flight.sent.p)
         into.index_add_(0, rows.to(into.device), region.out.to(into.device, into.dtype))
         del self._busy[arrival.expert, arrival.lane]
 

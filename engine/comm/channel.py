@@ -55,6 +55,11 @@ class Channel(Protocol):
     def receive(self, bell: Bell) -> bool:
         """`bell` came from the peer. True: its payload is here; False: a notice will say so."""
 
+    def settle(self, lane: int) -> None:
+        """To be called before a received payload is used: what the device is given from now on
+        runs after it has come.
+        """
+
     def close(self) -> None: ...
 
 

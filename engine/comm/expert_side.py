@@ -73,7 +73,9 @@ class ExpertSide(Endpoint[Bell]):
     def _region(self, rank: int, lane: int) -> Region:
         """Raises RunError when the routing points outside the region's own rows."""
         bell = self._busy[rank, lane]
-        region = self._channels[rank].region(lane, bell.n, bell.p)
+        channel = self._channels[rank]
+        channel.settle(lane)
+        region = channel.region(lane, bell.n, bell.p)
         if not bell.n:  # no payload came; what lies there is older
             return dataclasses.replace(region, counts=torch.zeros_like(region.counts))
         if region.counts.device.type != "cpu":

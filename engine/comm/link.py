@@ -16,7 +16,8 @@ from engine.device.base import Device
 
 log = logging.getLogger(__name__)
 
-Report: TypeAlias = Callable[["Bell | None", "str | None"], None]
+# A bell whose message has come and the event after which it may be read; or what went wrong.
+Report: TypeAlias = Callable[["Bell | None", Any, "str | None"], None]
 
 _SENDER, _RECEIVER = 0, 1
 
@@ -26,11 +27,18 @@ class Link:
 
     name: for messages. connect: builds the communicator, and blocks for as long as that takes.
     sends: which end this is. device: whose memory the messages lie in. overlap: on a stream of its
-    own, where the device has streams.
+    own, where the device has streams. ahead: a message is reported when the device will receive it
+    before what is launched after the event, and not only when it has.
     """
 
     def __init__(
-        self, name: str, connect: Callable[[], Any], sends: bool, device: Device, overlap: bool
+        self,
+        name: str,
+        connect: Callable[[], Any],
+        sends: bool,
+        device: Device,
+        overlap: bool,
+        ahead: bool = False,
     ) -> None:
         self.after: Link | None = None  # connects first
         self._name = name
@@ -38,6 +46,7 @@ class Link:
         self._sends = sends
         self._device = device
         self._overlap = overlap
+        self._ahead = ahead
         self._connected = threading.Event()
         self._closed = False
         self._queue: SimpleQueue[tuple[Tensor, Bell | None, Any] | None] = SimpleQueue()
@@ -76,30 +85,34 @@ class Link:
             self._fail(report, f"no communicator for {self._name}: {error}")
             return
         self._connected.set()
-        report(None, None)
+        report(None, None, None)
         while (job := self._queue.get()) is not None:
-            message, bell, event = job
+            message, bell, launched = job
             try:
-                self._pass(group, message, stream, event)
+                event = self._pass(group, message, stream, launched)
             except Exception as error:
                 # A dead peer. Whether it gets another life is not this rank's to say.
                 if not self._closed:
                     log.warning("%s broke: %s", self._name, error)
                 return
             if bell is not None and not self._closed:
-                report(bell, None)
+                report(bell, event, None)
 
-    def _pass(self, group: Any, message: Tensor, stream: Any, event: Any = None) -> None:
+    def _pass(self, group: Any, message: Tensor, stream: Any, launched: Any = None) -> Any:
+        """Returns the event after which the message has passed."""
         device = self._device
         with torch.inference_mode(), device.on_stream(stream):
-            device.wait_event(event)
+            device.wait_event(launched)
             if self._sends:
                 work = group.send([message], _RECEIVER, 0)
             else:
                 work = group.recv([message], _SENDER, 0)
-            work.wait()
-            device.synchronize(device.record())
+            work.wait()  # the host, for gloo; the stream, on a device that has streams
+            event = device.record()
+        if not self._ahead:
+            device.synchronize(event)
+        return event
 
     def _fail(self, report: Report, error: str) -> None:
         if not self._closed:
-            report(None, error)
+            report(None, None, error)

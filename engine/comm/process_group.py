@@ -93,11 +93,11 @@ class ProcessGroupTransport:
         pair = (self._me, peer.id) if self._me.role == "attention" else (peer.id, self._me)
         attention, expert = (f"{id_}.{id_.incarnation}" for id_ in pair)
         ways = ((attention, expert), (expert, attention))
-        links = [self._link(sender, receiver) for sender, receiver in ways]
+        links = [self._link(*way) for way in ways]
         forth, back = links
         mine = (forth, back) if self._me.role == "attention" else (back, forth)
         channel = ProcessGroupChannel(
-            peer.shape, self._dtype, self._carrier.torch, *mine, self.notices, str(peer.id)
+            peer.shape, self._dtype, self._carrier, *mine, self.notices, str(peer.id)
         )
         for link in links:
             link.start(channel.report)
@@ -109,7 +109,12 @@ class ProcessGroupTransport:
             return self._carrier.process_group(store, int(not sends), 2, self._meeting.timeout)
 
         sends = sender == f"{self._me}.{self._me.incarnation}"
-        link = Link(f"{sender} to {receiver}", connect, sends, self._carrier, self._overlap)
+        # An expert rank launches ahead: it need know nothing of the payload to do so. An attention
+        # rank does not, since an expert rank announces what it has yet to compute: a receive would
+        # hold the device up for as long.
+        ahead = self._me.role == "expert"
+        name = f"{sender} to {receiver}"
+        link = Link(name, connect, sends, self._carrier, self._overlap, ahead)
         if self._carrier.backend != "gloo":
             link.after, self._last = self._last, link
         return link
@@ -125,7 +130,7 @@ class ProcessGroupChannel:
         self,
         shape: WindowShape,
         dtype: torch.dtype,
-        device: torch.device,
+        carrier: Device,
         sending: Link,
         receiving: Link,
         notices: Notices,
@@ -133,12 +138,14 @@ class ProcessGroupChannel:
     ) -> None:
         self.shape = shape
         self._dtype = dtype
+        self._carrier = carrier
         self._sending, self._receiving = sending, receiving
         self._notices = notices
         self._peer = peer
         largest = shape.message(shape.rows, shape.pairs).total
-        self._dispatches = _lanes(shape.lanes, largest, device)
-        self._answers = _lanes(shape.lanes, shape.rows_bytes, device)
+        self._dispatches = _lanes(shape.lanes, largest, carrier.torch)
+        self._answers = _lanes(shape.lanes, shape.rows_bytes, carrier.torch)
+        self._received: dict[int, Any] = {}  # by lane: the event after which its payload is here
 
     @property
     def connected(self) -> bool:
@@ -166,8 +173,13 @@ class ProcessGroupChannel:
         self._receiving.put(self._bytes(bell), bell)
         return False
 
-    def report(self, bell: Bell | None, error: str | None) -> None:
+    def settle(self, lane: int) -> None:
+        self._carrier.wait_event(self._received.pop(lane, None))
+
+    def report(self, bell: Bell | None, event: Any, error: str | None) -> None:
         """From a link's thread: it is connected, it has received, or it cannot."""
+        if bell is not None:
+            self._received[bell.lane] = event
         self._notices.add(Notice(self, bell, error and f"{self._peer}: {error}"))
 
     def close(self) -> None:
