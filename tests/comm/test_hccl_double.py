@@ -321,8 +321,11 @@ def test_collectives(ends: Make) -> None:
 
 
 def test_a_sum_of_a_type_that_cannot_be_summed(ends: Make) -> None:
+    one, double = ends()[0], torch.zeros(2, dtype=torch.float64)
     with pytest.raises(HcclRefusedError, match=r"data type.*float64"):
-        ends()[0].allreduce([torch.zeros(1, dtype=torch.float64)])
+        one.allreduce([double])
+    with pytest.raises(HcclRefusedError, match=r"data type.*float64"):
+        one._reduce_scatter_base(double[:1], double)
 
 
 def test_collectives_of_other_sizes(ends: Make) -> None:
