@@ -87,7 +87,7 @@ class Streams(Device):
 
 
 def passed(sends: bool, overlap: bool, ahead: bool) -> tuple[list[tuple[Any, ...]], Any]:
-    """What happens to one message once the link is connected; the event that it is reported with."""
+    """What happens to one message after the link is connected; the event it is reported with."""
     device = Streams()
     reports: list[tuple[Any, ...]] = []
     connected, done = threading.Event(), threading.Event()
