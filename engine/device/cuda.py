@@ -33,7 +33,7 @@ class Cuda(Device):
             ) from None
         self.torch = torch.device("cuda", 0)
         if grouped_mlp.available():
-            register("cuda", FusedOperators(experts=grouped_mlp.serve))
+            register("cuda", FusedOperators(experts=grouped_mlp.serve, prepare=grouped_mlp.prepare))
 
     def new_stream(self) -> Any:
         return torch.cuda.Stream(self.torch)

@@ -55,7 +55,8 @@ class FusedOperators:
     interleaved; laid out as engine.model.rope's. attend: query [n, heads, d], key [m, kv_heads, d],
     value [m, kv_heads, dv], window, scale -> [n, heads, dv]. gate: logits [N, E] float32, router,
     selection bias or None -> experts [N, k] int64, weights [N, k] float32. The last two may return
-    None for what they cannot do, which is then done in plain code.
+    None for what they cannot do, which is then done in plain code. prepare: to be called once with
+    the weights where they stay, before any work: compiling may take seconds.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
@@ -63,6 +64,7 @@ class FusedOperators:
     attend: Callable[[Tensor, Tensor, Tensor, int | None, float], Tensor | None] | None = None
     gate: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     experts: ExpertOperator | None = None
+    prepare: Callable[[ExpertTables], None] | None = None
 
 
 _PLAIN = FusedOperators()

@@ -39,6 +39,7 @@ _ONE_OUTPUT, _BY_ROWS, _ENDS = (
     0,
 )  # npu_grouped_matmul: split_item, group_type, group_list_type
 _PAIRS = 16_384  # (token, expert) pairs a product takes at least; bounds what lies in between
+_FLOAT32 = 4
 
 
 def operators(torch_npu: Any, triton: bool) -> FusedOperators:
@@ -50,8 +51,18 @@ def operators(torch_npu: Any, triton: bool) -> FusedOperators:
         "attend": npu.attend,
         "gate": npu.gate,
         "experts": grouped_mlp.serve if triton else npu.experts,
+        "prepare": grouped_mlp.prepare if triton else None,
     }
     return FusedOperators(**by_name)
+
+
+def workspace_bytes(n: int, pairs: int, hidden: int, intermediate: int, dtype_bytes: int) -> int:
+    """Device memory that `NpuOperators.experts` takes while it runs, at most: the rows, middle and
+    results of a run of experts, and the sum.
+    """
+    run = min(pairs, _PAIRS + n)
+    row = hidden * (2 * dtype_bytes + _FLOAT32) + 3 * intermediate * dtype_bytes
+    return run * row + n * hidden * _FLOAT32
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from engine.comm.layout import WindowShape
+from engine.device import grouped_mlp, npu_operators
 from engine.launch.accelerators import Slot
 from engine.launch.wiring import Wiring
 from engine.model.architecture import GroupedQuery, ModelConfig
@@ -228,13 +229,27 @@ class Layout:
                         self.config, "expert", len(experts), self.dtype_bytes
                     ),
                     windows_bytes=self.attention_ranks * window.total_bytes,
-                    working_set_bytes=working_set + self._staging("expert", window.total_bytes),
+                    working_set_bytes=working_set
+                    + self._grouped(rows, window)
+                    + self._staging("expert", window.total_bytes),
                     kv_bytes=0,
                     communicators_bytes=2 * self.attention_ranks * self.wiring.communicator_bytes,
                 )
             )
             for rank, (experts, window) in enumerate(zip(self.experts, self.windows, strict=True))
         ]
+
+    def _grouped(self, rows: int, window: WindowShape) -> int:
+        """What a device needs to compute all experts of a work item at once."""
+        kind = self.wiring.kind("expert")
+        if kind == "cpu":
+            return 0
+        pairs = self.members * window.pairs
+        sizes = self.config.hidden_size, self.config.expert_intermediate, self.dtype_bytes
+        kernel = grouped_mlp.workspace_bytes(rows, pairs, window.local_experts, *sizes)
+        if kind == "npu":  # whichever of the two it will have
+            return max(kernel, npu_operators.workspace_bytes(rows, pairs, *sizes))
+        return kernel
 
     def _placed(self, rank: RankPlan) -> RankPlan:
         """Adds what a rank has because of where it computes."""

@@ -24,8 +24,8 @@ from engine.launch.ports import (
     ports_in_use,
 )
 
-HCCL_BASE_PORTS = 16  # HCCL_IF_BASE_PORT takes so many from its value on
-HCCL_LAST_BASE = 65520
+HCCL_BASE_PORTS = 32  # HCCL_IF_BASE_PORT takes so many from its value on; 16 before CANN 8.5
+HCCL_LAST_BASE = 65504
 HCCL_TIMEOUT_S = (120, 7200)
 # Of communicators for collectives, and of those that torch-npu makes for sends and receives. In
 # MiB; what HCCL takes by itself is at most the following.

@@ -92,10 +92,15 @@ def _device_remedy(
     rebuild: Rebuild,
 ) -> str:
     largest = max(parts, key=lambda part: parts[part])
-    if largest == "windows":
-        return "lower [comm] window_tokens or [schedule] lanes"
-    if largest == "communicators":
-        return "lower the buffers of communicators (HCCL_BUFFSIZE, NCCL_BUFFSIZE) or the ranks"
+    remedies = {
+        "windows": "lower [comm] window_tokens or [schedule] lanes",
+        "communicators": "lower the buffers of communicators (HCCL_BUFFSIZE, NCCL_BUFFSIZE) or the "
+        "ranks",
+    }
+    if role == "expert":
+        remedies["working set"] = "lower [comm] window_tokens"
+    if largest in remedies:
+        return remedies[largest]
     if role == "expert":
         most = min(layout.config.experts, MOST_PEERS)
         enough = range(len(layout.experts) + 1, most + 1)

@@ -17,6 +17,7 @@ from engine.comm.expert_side import ExpertSide
 from engine.comm.primitives import ExpertEndpoint, Work, WorkItem
 from engine.control.messages import HotExpert, Progress, Record
 from engine.device.base import Device
+from engine.device.fused import fused
 from engine.model.config import load_config
 from engine.model.experts import ExpertModel
 from engine.model.loading import load_experts
@@ -178,6 +179,8 @@ def _run(
             link.hello(own_agreement(spec, config))
             start = time.monotonic()
             model = load_experts(model_dir, config, dtype, experts, device.torch)
+            if (prepare := fused(device.torch).prepare) is not None:
+                prepare(model.tables)
             loaded = time.monotonic() - start
             places = device.torch, transport.memory
             ExpertLoop(model, experts, endpoint, link, lifeline, meter, *places).run(loaded)

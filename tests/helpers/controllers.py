@@ -21,16 +21,22 @@ RANKS = [RankId("attention", 0), RankId("expert", 0)]
 CLIENT = b"client"
 
 
-def make() -> Controller:
+# One attention group of two ranks.
+TEAM = [RankId("attention", 0), RankId("attention", 1), RankId("expert", 0)]
+
+
+def make(ranks: list[RankId] = RANKS) -> Controller:
+    """With one attention group, of all attention ranks in `ranks`."""
     spec = ControllerSpec(
         address="",
         agreement=AGREEMENT,
-        ranks=RANKS,
+        ranks=ranks,
         groups=1,
         min_batch_tokens=10,
         max_batch_tokens=20,
         exclusive_tokens=100,
         max_wait_s=1.0,
+        tensor_parallel=sum(rank.role == "attention" for rank in ranks),
     )
     policy = AsapPolicy(
         groups=1,
@@ -52,9 +58,9 @@ def sent(controller: Controller, to: bytes) -> list[Message]:
     return messages
 
 
-def started() -> Controller:
-    controller = make()
-    for rank in RANKS:
+def started(ranks: list[RankId] = RANKS) -> Controller:
+    controller = make(ranks)
+    for rank in ranks:
         peer = str(rank).encode()
         controller.handle(peer, Hello(rank, 1, AGREEMENT), 0.0)
         controller.handle(peer, Ready(0.5), 0.0)

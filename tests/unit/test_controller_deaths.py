@@ -20,14 +20,14 @@ from engine.control.messages import (
     Welcome,
 )
 from engine.topology.ranks import RankId
-from helpers.controllers import AGREEMENT, CLIENT, RANKS, prompt, sent, started
+from helpers.controllers import AGREEMENT, CLIENT, RANKS, TEAM, prompt, sent, started
 
 ATTENTION, EXPERT = RANKS
 SUPERVISOR = b"supervisor"
 
 
-def supervised() -> Controller:
-    controller = started()
+def supervised(ranks: list[RankId] = RANKS) -> Controller:
+    controller = started(ranks)
     controller.handle(SUPERVISOR, Supervise(), 0.0)
     return controller
 
@@ -36,9 +36,16 @@ def next_life(rank: RankId) -> RankId:
     return RankId(rank.role, rank.rank, rank.incarnation + 1)
 
 
-def die(controller: Controller, rank: RankId, batch: int | None, work_items: int = 1) -> RankId:
+def die(
+    controller: Controller,
+    rank: RankId,
+    batch: int | None,
+    work_items: int = 1,
+    collateral: bool = False,
+) -> RankId:
     successor = next_life(rank)
-    death = RankDied(rank, successor, f"{rank} was ended by SIGKILL", batch, work_items)
+    reason = f"{rank} was ended by SIGKILL"
+    death = RankDied(rank, successor, reason, batch, work_items, collateral)
     controller.handle(SUPERVISOR, death, 5.0)
     return successor
 
@@ -233,3 +240,55 @@ def test_quit_finishes_what_is_there_and_takes_no_more() -> None:
     done(controller, other)
     controller.schedule(3.0)
     assert sent(controller, SUPERVISOR) == [Ended(None)]
+
+
+def test_every_member_of_a_group_is_given_its_batches_and_the_first_one_answers() -> None:
+    controller = supervised(TEAM)
+    controller.handle(CLIENT, Submit([prompt(key, 12) for key in range(2)]), 1.0)
+    first = runs(controller, b"attention 0")
+    assert len(first) == 2
+    assert runs(controller, b"attention 1") == first
+    for run in first:
+        results = [PrefillResult(request.key) for request in run.requests]
+        controller.handle(b"attention 0", BatchDone(run.batch.id, results), 2.0)
+    assert len([m for m in sent(controller, CLIENT) if isinstance(m, Results)]) == 2
+
+
+def test_a_group_gets_its_batches_again_when_all_its_members_live_again() -> None:
+    controller = supervised(TEAM)
+    controller.handle(CLIENT, Submit([prompt(key, 12) for key in range(2)]), 1.0)
+    first = runs(controller, b"attention 0")
+    new = [die(controller, TEAM[1], batch=None), die(controller, TEAM[0], None, collateral=True)]
+    follower = live(controller, new[0])
+    assert runs(controller, follower) == []  # its leader is still on the way
+    leader = live(controller, new[1])
+    assert runs(controller, leader) == first
+    assert runs(controller, follower) == first
+
+
+def test_a_member_that_dies_along_with_another_is_no_witness() -> None:
+    controller = supervised(TEAM)
+    controller.handle(CLIENT, Submit([prompt(1, 6), prompt(2, 6), prompt(3, 12)]), 1.0)
+    suspect, _ = runs(controller, b"attention 0")
+    members = TEAM[:2]
+    for _ in range(2):
+        first, second = members
+        # Both computed it, and one died of it.
+        members = [
+            die(controller, first, suspect.batch.id, work_items=0),
+            die(controller, second, suspect.batch.id, work_items=0, collateral=True),
+        ]
+        leader, _ = (live(controller, member) for member in members)
+        again = runs(controller, leader)
+        if members[0].incarnation == 1:
+            assert again[0] == suspect  # one death so far, not two
+    assert [len(run.requests) for run in again] == [1, 1]
+
+
+def test_members_that_are_ended_along_with_another_do_not_end_the_instance() -> None:
+    controller = supervised(TEAM)
+    member = TEAM[1]
+    for _ in range(4):  # without any work, and never by their own fault
+        member = die(controller, member, batch=None, work_items=0, collateral=True)
+        live(controller, member)
+    assert not [m for m in sent(controller, SUPERVISOR) if isinstance(m, Ended)]

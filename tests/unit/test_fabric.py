@@ -69,7 +69,7 @@ def test_hccl_is_planned_whole() -> None:
         "HCCL_SOCKET_IFNAME": "=lo",
         HOST: "61000-61031",
         "HCCL_IF_BASE_PORT": "61000",
-        NPU: "61032-61047",
+        NPU: "61032-61063",
         "HCCL_CONNECT_TIMEOUT": "451",
         "HCCL_BUFFSIZE": "11",
         "P2P_HCCL_BUFFSIZE": "11",
@@ -134,7 +134,7 @@ def test_any_plan_keeps_the_limits_of_hccl_and_what_the_user_has_set(
         assert not set(planned[HOST]) & set(planned[NPU])
         assert len(planned[HOST]) >= ranks
         assert int(values["HCCL_IF_BASE_PORT"]) in planned[HOST]
-        assert int(values["HCCL_IF_BASE_PORT"]) <= 65520
+        assert int(values["HCCL_IF_BASE_PORT"]) <= 65504
     assert 120 <= int(values["HCCL_CONNECT_TIMEOUT"]) <= 7200
     assert int(values["HCCL_CONNECT_TIMEOUT"]) >= math.ceil(topology["connect_timeout_s"])
     if "HCCL_BUFFSIZE" not in own:
@@ -146,7 +146,7 @@ def test_any_plan_keeps_the_limits_of_hccl_and_what_the_user_has_set(
 def test_a_base_port_of_the_users_is_not_overruled_by_a_range() -> None:
     values, notes = plan(environ={"HCCL_IF_BASE_PORT": "61000"}, ports={61015})
     assert HOST not in values
-    assert values[NPU] == "61016-61031"
+    assert values[NPU] == "61032-61063"
     assert "HCCL_IF_BASE_PORT: port 61015 is in use" in notes[-1]
 
 

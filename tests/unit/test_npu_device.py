@@ -59,7 +59,8 @@ def test_a_device_says_what_it_is(double: Any) -> None:
 def test_opening_registers_the_operators(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Npu()
     operators = fused.fused(torch.device("npu"))
-    assert None not in vars(operators).values()
+    without = [name for name, operator in vars(operators).items() if operator is None]
+    assert without == ["prepare"]  # there is nothing to compile without Triton
     assert operators.experts != grouped_mlp.serve
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(grouped_mlp, "available", lambda: True)

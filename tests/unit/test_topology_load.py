@@ -66,7 +66,8 @@ def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
         (
             "[experts]\nthreads = 1\nqqq = 1",
             "[experts] qqq: unknown key; "
-            "[experts] has ranks, device, device_memory_gb, threads, shared_experts, order, replicas",
+            "[experts] has ranks, device, device_memory_gb, threads, shared_experts, order, "
+            "replicas",
         ),
         ("[atention]\n", "[atention]: unknown section; did you mean [attention]?"),
         ("lanes = 2", "lanes: stands outside any section; put it in [schedule]"),
