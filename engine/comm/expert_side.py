@@ -113,11 +113,9 @@ class ExpertSide(Endpoint[Bell]):
         return self._warm_up(Kind.DISPATCH, wait_s, rings=False)
 
     def reconnect(self, peer: Peer) -> None:
+        # What the others of its group had dispatched goes with their own new lives; none of the
+        # new ones dispatches before all of them are known here.
         self._connect(peer)
-        # What the other ranks of the group had dispatched belongs to the life that is over.
-        for rank in self._ranks_of(peer.id.rank // self._members):
-            for key in [key for key in self._busy if key[0] == rank]:
-                del self._busy[key]
 
     def _warmed(self, rank: int) -> None:
         self._ring(Kind.WARMUP, rank)
