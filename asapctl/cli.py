@@ -20,6 +20,7 @@ from asapctl.launch import launch
 from asapctl.logs import logs
 from asapctl.prefill import prefill
 from asapctl.ps import ps
+from asapctl.selftest import selftest
 from asapctl.status import status
 from asapctl.stop import stop
 from asapctl.trace import trace
@@ -63,7 +64,7 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def reported(*args: Any, **kwargs: Any) -> Any:
         try:
-            if command in (prefill, launch, check):
+            if command in (prefill, launch, check, selftest):
                 _check_working_folder()
             return command(*args, **kwargs)
         except AsapError as error:
@@ -98,7 +99,7 @@ def _summary(command: Callable[..., Any]) -> str:
 
 
 # In the order of the help. These modules import what they need when they run.
-for command in (prefill, launch, ps, status, trace, logs, stop, check, doctor):
+for command in (prefill, launch, ps, status, trace, logs, stop, check, doctor, selftest):
     app.command(command.__name__, short_help=_summary(command))(_reported(command))
 
 

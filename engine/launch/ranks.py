@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -41,15 +42,24 @@ class _Life:
 
 
 class Ranks:
-    """Windows belong to a pair of lives: whoever is started again gets new ones with every peer,
+    """entries: what each role runs.
+
+    Windows belong to a pair of lives: whoever is started again gets new ones with every peer,
     and each living peer is sent its end of them. The members of an attention group live and die
     together, since they compute every step together.
     """
 
-    def __init__(self, plan: Plan, supervisor: Supervisor, controller: str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        supervisor: Supervisor,
+        controller: str,
+        entries: Mapping[Role, str] = ENTRIES,
+    ) -> None:
         self._plan = plan
         self._supervisor = supervisor
         self._controller = controller
+        self._entries = entries
         self._lives: dict[str, _Life] = {}  # by title, which is the same in every life
         self.agreement = Agreement(
             version=__version__,
@@ -170,7 +180,9 @@ class Ranks:
         )
         with theirs:
             fds = [theirs.fileno(), life.black_box, *windows]
-            self._supervisor.spawn(ENTRIES[id_.role], str(id_), msgspec.msgpack.encode(spec), fds)
+            self._supervisor.spawn(
+                self._entries[id_.role], str(id_), msgspec.msgpack.encode(spec), fds
+            )
 
     def _shard(self, id_: RankId) -> Shard:
         size = self._plan.tensor_parallel

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ _VOCABULARY = 1024
 _SEED = 20260101
 _START, _END, _PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
-_CONFIG: dict[str, Any] = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "attention_bias": False,
@@ -93,18 +94,22 @@ def make_demo_checkpoint(target_dir: Path) -> None:
     try:
         tokenizer = _train_tokenizer()
         end = tokenizer.token_to_id(_END)
-        _write_json(
-            work / "config.json",
-            _CONFIG | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": end},
+        write_random_model(
+            work, CONFIG | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": end}
         )
         _write_json(work / "generation_config.json", {"eos_token_id": end, "do_sample": False})
         tokenizer.save(str(work / "tokenizer.json"))
         _write_json(work / "tokenizer_config.json", _tokenizer_config())
-        save_file(_weights(work), work / "model.safetensors", metadata={"format": "pt"})
         work.chmod(0o755)
         _publish(work, target_dir)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def write_random_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """config.json and seeded float32 weights for it, in the existing `folder`. No tokenizer."""
+    _write_json(folder / "config.json", config)
+    save_file(_weights(folder), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _weights(model_dir: Path) -> dict[str, Tensor]:
@@ -151,12 +156,12 @@ def _tokenizer_config() -> dict[str, Any]:
         "eos_token": _END,
         "pad_token": _PAD,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": _CONFIG["max_position_embeddings"],
+        "model_max_length": CONFIG["max_position_embeddings"],
         "chat_template": _CHAT_TEMPLATE,
     }
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
