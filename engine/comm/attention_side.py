@@ -39,6 +39,7 @@ class AttentionSide(Endpoint[_Flight]):
         tile: int,
         source: Tensor,
         part: RankDispatch,
+        again: bool = False,
     ) -> bool:
         if not self.is_free(expert, lane):
             return False
@@ -65,10 +66,11 @@ class AttentionSide(Endpoint[_Flight]):
         region.row_index.copy_(part.row_index)
         region.weights.copy_(part.weights)
         group = self.me.rank // self._members
-        item = WorkItem(group, batch, lane, layer, tile, n, p, self.me.incarnation)
+        life = self.me.incarnation
+        item = WorkItem(group, batch, lane, layer, tile, n, p, life, (self.me.rank,))
         answer = Arrival(expert, batch, lane, layer, tile, n)
         self._busy[expert, lane] = _Flight(item, answer)
-        self._ring(Kind.DISPATCH, expert, item)
+        self._ring(Kind.REPEAT if again else Kind.DISPATCH, expert, item)
         return True
 
     def combine_recv(self) -> list[Arrival]:
@@ -97,7 +99,7 @@ class AttentionSide(Endpoint[_Flight]):
         del self._busy[arrival.expert, arrival.lane]
 
     def warm_up(self, wait_s: float) -> list[RankId]:
-        return self._warm_up(Kind.COMBINE, wait_s, rings=True)
+        return self._warm_up(Kind.COMBINE, wait_s=wait_s, rings=True)
 
     def reconnect(self, peer: Peer) -> list[Arrival]:
         lost = [flight.answer for flight in self._connect(peer)]

@@ -26,6 +26,7 @@ class Kind(IntEnum):
     DISPATCH = 1
     COMBINE = 2
     WARMUP = 3  # from an attention rank: are you there? from an expert rank: I am
+    REPEAT = 4  # a dispatch again, which the expert rank's last life did not answer
 
 
 class Bell(msgspec.Struct, frozen=True):

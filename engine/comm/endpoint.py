@@ -111,15 +111,15 @@ class Endpoint(Generic[Use]):
             self._channels[rank].send(bell)
         return bell
 
-    def _take(self, kind: Kind) -> list[Bell]:
-        """Bells of `kind` whose payload is here; whatever else came is dealt with on the way."""
+    def _take(self, *kinds: Kind) -> list[Bell]:
+        """Bells of `kinds` whose payload is here; whatever else came is dealt with on the way."""
         bells, self._kept = self._kept, []
         for bell in self._open_box.drain():
             rank = bell.sender.rank
             self._unheard.discard(rank)
             if bell.kind is Kind.WARMUP:
                 self._warmed(rank)
-            elif bell.kind is not kind:
+            elif bell.kind not in kinds:
                 raise RunError(f"{bell.sender} rang {self.me} for a {bell.kind.name.lower()}")
             else:
                 self._check(bell)
@@ -165,7 +165,7 @@ class Endpoint(Generic[Use]):
         cold = self._unheard | {r for r, channel in self._channels.items() if not channel.connected}
         return [self._ringers[rank].peer for rank in sorted(cold)]
 
-    def _warm_up(self, kind: Kind, wait_s: float, rings: bool) -> list[RankId]:
+    def _warm_up(self, *kinds: Kind, wait_s: float, rings: bool) -> list[RankId]:
         deadline = time.monotonic() + wait_s
         next_ring = 0.0
         poller = zmq.Poller()
@@ -180,7 +180,7 @@ class Endpoint(Generic[Use]):
                 next_ring = now + _RERING_S
             left_s = min(deadline, next_ring if rings else deadline) - now
             poller.poll(max(1, round(left_s * 1000)))
-            self._kept = self._take(kind)
+            self._kept = self._take(*kinds)
             if now >= deadline:
                 break
         return self.cold

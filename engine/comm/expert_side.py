@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -18,45 +20,63 @@ from engine.topology.ranks import RankId
 class ExpertSide(Endpoint[Bell]):
     """`engine.comm.primitives.ExpertEndpoint` over any transport. Peers: every attention rank."""
 
+    @cached_property
+    def _loose(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """By group and lane, the batch and layer of which something was sent again: its ranks may
+        be at different tiles, or have their answers, so none is kept waiting for another.
+        """
+        return {}
+
     def dispatch_recv(self) -> list[WorkItem]:
         items = []
-        for bell in self._take(Kind.DISPATCH):
+        for bell in self._take(Kind.DISPATCH, Kind.REPEAT):
             key = (bell.sender.rank, bell.lane)
             if key in self._busy:
                 raise RunError(f"{bell.sender} used lane {bell.lane} again before its combine")
             self._busy[key] = bell
-            item = self._item(bell.sender.rank // self._members, bell.lane)
-            if item is not None:
-                items.append(item)
+            items += self._items(bell.sender.rank // self._members, bell)
         return items
 
-    def _item(self, group: int, lane: int) -> WorkItem | None:
-        """What all ranks of the group have dispatched in `lane`; None until they have."""
-        found = [self._busy.get((rank, lane)) for rank in self._ranks_of(group)]
-        bells = [bell for bell in found if bell is not None]
+    def _items(self, group: int, came: Bell) -> list[WorkItem]:
+        """What can be served in the lane of `came`, of what could not before."""
+        if self._members == 1:
+            return [_item(group, [came])]
+        place = group, came.lane
+        work = came.batch, came.layer
+        if came.kind is Kind.REPEAT and self._loose.get(place) != work:
+            self._loose[place] = work
+            waiting = [bell for bell in self._bells(*place) if (bell.batch, bell.layer) == work]
+            return [_item(group, [bell]) for bell in waiting]
+        if self._loose.get(place) == work:
+            return [_item(group, [came])]
+        bells = self._bells(*place)
         if len(bells) < self._members:
-            return None
+            return []
         told = {(b.batch, b.layer, b.tile, b.sender.incarnation) for b in bells}
         if len(told) > 1:
-            raise RunError(f"the ranks of attention group {group} disagree in lane {lane}: {told}")
-        ((batch, layer, tile, life),) = told
-        n, p = sum(bell.n for bell in bells), sum(bell.p for bell in bells)
-        return WorkItem(group, batch, lane, layer, tile, n, p, life)
+            raise RunError(
+                f"the ranks of attention group {group} disagree in lane {came.lane}: {told}"
+            )
+        return [_item(group, bells)]
 
-    def _ranks_of(self, group: int) -> range:
-        return range(group * self._members, (group + 1) * self._members)
+    def _bells(self, group: int, lane: int) -> list[Bell]:
+        """The dispatches that are here of a group's ranks, in their order."""
+        ranks = range(group * self._members, (group + 1) * self._members)
+        return [bell for rank in ranks if (bell := self._busy.get((rank, lane))) is not None]
 
     def holds(self, rank: int, lane: int) -> bool:
         """Whether a dispatch of that attention rank is here and not answered."""
         return (rank, lane) in self._busy
 
     def is_current(self, item: WorkItem) -> bool:
-        return self._item(item.group, item.lane) == item
+        bells = [self._busy.get((rank, item.lane)) for rank in item.ranks]
+        there = [bell for bell in bells if bell is not None]
+        return len(there) == len(bells) and _item(item.group, there) == item
 
     def open(self, item: WorkItem) -> Work:
         if not self.is_current(item):
             raise ValueError(f"not waiting to be served: {item}")
-        regions = [self._region(rank, item.lane) for rank in self._ranks_of(item.group)]
+        regions = [self._region(rank, item.lane) for rank in item.ranks]
         if len(regions) == 1:
             (region,) = regions
             hidden, out = region.hidden, region.out
@@ -94,23 +114,19 @@ class ExpertSide(Endpoint[Bell]):
     def combine_send(self, item: WorkItem, work: Work) -> None:
         if not self.is_current(item):
             return
-        ranks = self._ranks_of(item.group)
+        ranks = item.ranks
         bells = [self._busy[rank, item.lane] for rank in ranks]
         rows = work.out.split([bell.n for bell in bells])
         for rank, bell, mine in zip(ranks, bells, rows, strict=True):
-            if self._members > 1 and bell.n:
+            if len(ranks) > 1 and bell.n:
                 self._channels[rank].region(item.lane, bell.n, bell.p).out.copy_(mine)
             # Before the bell: the answer to it may be the lane's next dispatch.
             del self._busy[rank, item.lane]
         for rank, bell in zip(ranks, bells, strict=True):
-            self._ring(
-                Kind.COMBINE,
-                rank,
-                WorkItem(item.group, item.batch, item.lane, item.layer, item.tile, bell.n, bell.p),
-            )
+            self._ring(Kind.COMBINE, rank, _item(item.group, [bell]))
 
     def warm_up(self, wait_s: float) -> list[RankId]:
-        return self._warm_up(Kind.DISPATCH, wait_s, rings=False)
+        return self._warm_up(Kind.DISPATCH, Kind.REPEAT, wait_s=wait_s, rings=False)
 
     def reconnect(self, peer: Peer) -> None:
         # What the others of its group had dispatched goes with their own new lives; none of the
@@ -119,3 +135,18 @@ class ExpertSide(Endpoint[Bell]):
 
     def _warmed(self, rank: int) -> None:
         self._ring(Kind.WARMUP, rank)
+
+
+def _item(group: int, bells: Sequence[Bell]) -> WorkItem:
+    first = bells[0]
+    return WorkItem(
+        group,
+        first.batch,
+        first.lane,
+        first.layer,
+        first.tile,
+        sum(bell.n for bell in bells),
+        sum(bell.p for bell in bells),
+        first.sender.incarnation,
+        tuple(bell.sender.rank for bell in bells),
+    )

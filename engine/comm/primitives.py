@@ -8,7 +8,9 @@ Each (attention rank, expert rank, lane) has one region. It is busy from dispatc
 combine_add: a dispatch carries the credit for its own combine, so combine_send never waits.
 
 An attention group of T ranks deals its tokens out to them; every one of them dispatches to every
-expert rank, n = 0 included, and the T dispatches are one work item, ready when all have come.
+expert rank, n = 0 included, and the T dispatches are one work item, ready when all have come. Where
+an expert rank has died in between, they may have different ones left to be answered: then each is
+served by itself.
 
 Nothing here blocks but warm_up, for as long as it is told. A loop drains (`combine_recv`,
 `dispatch_recv`) until nothing more comes and only then polls `sources`: bells that came during
@@ -58,8 +60,8 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class WorkItem(msgspec.Struct, frozen=True):
-    """A dispatch that can be served: `n` rows and `p` (expert, row) pairs of all the ranks of
-    attention group `group` together.
+    """A dispatch that can be served: `n` rows and `p` (expert, row) pairs of `ranks` together, all
+    ranks of attention group `group` or one of them.
 
     incarnation: which life of the group sent it.
     """
@@ -72,6 +74,7 @@ class WorkItem(msgspec.Struct, frozen=True):
     n: int
     p: int
     incarnation: int = 0
+    ranks: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +110,10 @@ class AttentionEndpoint(Protocol):
         tile: int,
         source: Tensor,
         part: RankDispatch,
+        again: bool = False,
     ) -> bool:
         """Sends source[part.rows] and the routing; source is [N, H] of the payload's dtype.
+        again: the expert rank died before it answered.
 
         False: the region is still busy and nothing was written. ValueError: it cannot fit.
         A part with n = 0 is announced and answered like any other; with one attention rank to a

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from datetime import timedelta
+from functools import cache
 from typing import Any, ClassVar
 
 import psutil
@@ -36,7 +38,15 @@ def gloo(
 ) -> ProcessGroupGloo:
     """A gloo group whose connections are made to and from `address`."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [_interface(address, os.getpid())]
     options._timeout = timeout
     options._threads = 1
     return ProcessGroupGloo(store, rank, size, options)
+
+
+@cache
+def _interface(address: str, _pid: int) -> Any:
+    """What all groups of a process share: one listening port and one thread. A forked process has
+    neither of its parent's.
+    """
+    return ProcessGroupGloo.create_device(hostname=address)

@@ -71,6 +71,7 @@ class Exchange:
         self._x = routed.x
         self._tiles: list[_Tile] = []
         self._unsent: dict[int, deque[int]] = {}  # expert rank -> tiles
+        self._repeats: set[tuple[int, int]] = set()  # expert rank and tile
         experts, weights = routed.experts.cpu(), routed.weights.cpu()  # the plan is the host's
         for span in tiles(most_rows or len(routed.x), window_tokens):
             plan = plan_dispatch(experts[span], weights[span], bounds)
@@ -94,6 +95,7 @@ class Exchange:
         """Sends a dispatch again whose expert rank died before its answer was added."""
         self._tiles[lost.tile].arrived.pop(lost.expert, None)
         self._unsent[lost.expert].appendleft(lost.tile)
+        self._repeats.add((lost.expert, lost.tile))
         self.send()
 
     def send(self) -> None:
@@ -108,7 +110,10 @@ class Exchange:
                     "dispatch", self._batch, self._lane, self._layer, number, rank, part.n
                 )
                 with span:
-                    sent = self._endpoint.dispatch_send(rank, *work, self._x[tile.span], part)
+                    again = (rank, number) in self._repeats
+                    sent = self._endpoint.dispatch_send(
+                        rank, *work, self._x[tile.span], part, again
+                    )
                 if sent:
                     unsent.popleft()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.comm.attention_side import AttentionSide
 from engine.comm.layout import tiles
 from engine.comm.routing import RankDispatch, plan_dispatch
 from engine.errors import RunError
@@ -222,6 +223,47 @@ def test_members_of_a_group_that_disagree_are_an_error(make_pairs: MakePairs) ->
         pairs.attention(rank).dispatch_send(0, 0, 1, rank, 0, source, part)
     with pytest.raises(RunError, match="attention group 0 disagree in lane 0"):
         items(expert)
+
+
+def test_what_is_sent_again_waits_for_no_other_rank_of_its_group(make_pairs: MakePairs) -> None:
+    """An expert rank had answered tile 4 of one rank and not of the other when it died."""
+    pairs = make_pairs(members=2)
+    expert = pairs.expert()
+    behind, ahead = (pairs.attention(rank) for rank in range(2))
+    source, part = one_part()
+
+    def send(member: AttentionSide, tile: int, again: bool, layer: int = 0) -> None:
+        assert member.dispatch_send(0, 0, 1, layer, tile, source, part, again)
+
+    def answer(member: AttentionSide, tile: int) -> None:
+        (item,) = items(expert)
+        assert (item.tile, item.n, item.ranks) == (tile, part.n, (member.me.rank,))
+        serve(expert, item)
+        (arrival,) = arrivals(member)
+        member.combine_add(arrival, part.rows, torch.zeros(3, 4))
+
+    send(ahead, 5, again=True)
+    answer(ahead, 5)
+    send(ahead, 6, again=False)
+    answer(ahead, 6)
+    send(behind, 4, again=True)
+    answer(behind, 4)
+    send(behind, 5, again=False)
+    answer(behind, 5)
+    for member in (behind, ahead):  # the next layer is served together again
+        send(member, 0, again=False, layer=1)
+    (item,) = items(expert)
+    assert item.ranks == (0, 1)
+    serve(expert, item)
+    for member in (behind, ahead):
+        member.combine_add(arrivals(member)[0], part.rows, torch.zeros(3, 4))
+
+    send(ahead, 0, again=False, layer=2)
+    wait(expert)
+    assert expert.dispatch_recv() == []
+    send(behind, 0, again=True, layer=2)  # it had been sent to the last life, and the other not
+    together = items(expert, 2)
+    assert [item.ranks for item in together] == [(0,), (1,)]
 
 
 def test_warm_up_meets_every_pair_and_loses_no_dispatch(make_pairs: MakePairs) -> None:

@@ -36,6 +36,7 @@ class LocalExperts:
         tile: int,
         source: Tensor,
         part: RankDispatch,
+        again: bool = False,
     ) -> bool:
         out = torch.empty(part.n, source.shape[1])
         self._ranks[expert].serve(

@@ -38,6 +38,7 @@ class InstantExperts:
         tile: int,
         source: Tensor,
         part: RankDispatch,
+        again: bool = False,
     ) -> bool:
         if expert in self.busy:
             return False
