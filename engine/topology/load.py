@@ -12,7 +12,7 @@ import tomli
 from engine.echo import plain
 from engine.errors import UsageError
 from engine.files import MIB, read_file
-from engine.topology.schema import LATER_SECTIONS, SECTIONS, Topology
+from engine.topology.schema import SECTIONS, Topology
 from engine.topology.validate import check_tables, field_types
 
 DEFAULT_TOPOLOGY = "cpu"
@@ -68,9 +68,10 @@ def load_topology(
             table[key] = value
             overridden.add(f"{section}.{key}")
 
-    sections, found = check_tables(tables, name, frozenset(overridden))
+    sections, nodes, found = check_tables(tables, name, frozenset(overridden))
     topology = msgspec.convert(
-        sections | {"source": name, "folder": folder, "overridden": frozenset(overridden)},
+        sections
+        | {"nodes": nodes, "source": name, "folder": folder, "overridden": frozenset(overridden)},
         Topology,
     )
     problems += found
@@ -109,8 +110,8 @@ def _read(name: str) -> tuple[str, str, Path | None]:
 def _parse_override(override: str) -> tuple[str, str, Any]:
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
-    if section in LATER_SECTIONS:
-        raise ValueError(f"{LATER_SECTIONS[section]}; leave it out")
+    if section == "nodes":
+        raise ValueError("[[nodes]] are several sections; write them in a topology file")
     if not equals:
         raise ValueError("expected section.key=value, as in attention.groups=2")
     if not dot:

@@ -17,6 +17,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 # A rank is handed the descriptors of all its windows in one message, and Linux passes at most 253.
 MOST_PEERS = 240
 Peers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_PEERS)]
+Number: TypeAlias = Annotated[int, Meta(ge=0, lt=MOST_PEERS)]
 Auto: TypeAlias = Literal["auto"]
 Device: TypeAlias = Literal["cpu", "cuda", "npu"]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -68,12 +69,14 @@ class Experts(Section, frozen=True):
 class Comm(Section, frozen=True):
     """transport: what carries the payload; "auto" is shm, or nccl or hccl between devices that have
     it. window_tokens: most tokens in one dispatch of a group; a larger one goes in several.
-    connect_timeout_s: how long ranks wait for each other's communicators.
+    connect_timeout_s: how long ranks wait for each other's communicators, and nodes for each other.
+    node_timeout_s: after so long without a sign of life of a node (there is one a second), all end.
     """
 
     transport: Literal["auto", "shm", "gloo", "nccl", "hccl"] = "auto"
     window_tokens: Count | Auto = "auto"
     connect_timeout_s: Annotated[float, Meta(ge=1, le=7200)] = 300.0
+    node_timeout_s: Annotated[float, Meta(ge=2, le=3600)] = 15.0
 
 
 class Schedule(Section, frozen=True):
@@ -114,7 +117,18 @@ class Serve(Section, frozen=True):
 
 
 class Instances(Section, frozen=True):
-    count: Count = 1
+    """count: how many times all of the ranks, behind one HTTP server."""
+
+    count: Peers = 1
+
+
+class Node(Section, frozen=True):
+    """One of the `[[nodes]]` of an instance, in order of node ranks: the attention groups and the
+    expert ranks that live there, by number. Without any `[[nodes]]` they are divided evenly.
+    """
+
+    attention: tuple[Number, ...] = ()
+    experts: tuple[Number, ...] = ()
 
 
 class Topology(msgspec.Struct, frozen=True):
@@ -129,6 +143,7 @@ class Topology(msgspec.Struct, frozen=True):
     schedule: Schedule = Schedule()
     serve: Serve = Serve()
     instances: Instances = Instances()
+    nodes: tuple[Node, ...] = ()
     source: str = "topology"
     folder: Path | None = None
     overridden: frozenset[str] = frozenset()
@@ -169,7 +184,4 @@ SUPPORTED: dict[tuple[str, str], tuple[object, ...]] = {
     ("experts", "order"): ("round-robin",),
     ("experts", "replicas"): ({},),
     ("schedule", "policy"): ("asap",),
-    ("instances", "count"): (1,),
 }
-
-LATER_SECTIONS = {"nodes": "this version runs on one node"}

@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 import msgspec
 
 from engine.echo import plain
+from engine.topology.nodes import explicit_problems
 from engine.topology.schema import (
-    LATER_SECTIONS,
     SECTIONS,
     SUPPORTED,
+    Attention,
+    Experts,
+    Node,
     Schedule,
     Section,
     locate,
@@ -22,15 +25,20 @@ Tables: TypeAlias = Mapping[str, Any]
 
 def check_tables(
     tables: Tables, source: str, overridden: frozenset[str] = frozenset()
-) -> tuple[dict[str, Section], list[str]]:
-    """Returns the sections, and the problems; a key with a problem has its default.
+) -> tuple[dict[str, Section], tuple[Node, ...], list[str]]:
+    """Returns the sections, the nodes and the problems; a key with a problem has its default, and
+    with a problem of a node there are none.
 
     tables: section -> key -> value, as TOML has them. overridden: "section.key"s of `--set`.
     """
     problems: list[str] = []
     good: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    nodes: tuple[Node, ...] = ()
     for name, table in tables.items():
-        if name not in SECTIONS:
+        if name == "nodes":
+            nodes, found = _check_nodes(table)
+            problems += [f"{source}: {problem}" for problem in found]
+        elif name not in SECTIONS:
             problems.append(f"{source}: {_unknown_section(plain(name), table)}")
         elif not isinstance(table, Mapping):
             shape = "several sections" if isinstance(table, list) else _show(table)
@@ -48,7 +56,62 @@ def check_tables(
             f"{locate(source, section, key, overridden)}: {problem}"
             for section, key, problem in _check_combinations(sections)
         ]
-    return sections, problems
+        found = _check_placement(nodes, sections)
+        nodes = () if found else nodes
+        problems += [f"{source}: {problem}" for problem in found]
+    return sections, nodes, problems
+
+
+def _check_nodes(tables: object) -> tuple[tuple[Node, ...], list[str]]:
+    if not isinstance(tables, list):
+        got = "one section, [nodes]" if isinstance(tables, Mapping) else _show(tables)
+        return (), [f"[[nodes]]: expected a section [[nodes]] for each node, got {got}"]
+    problems = []
+    hints = {field.name: field.type for field in msgspec.structs.fields(Node)}
+    for number, table in enumerate(tables):
+        where = name_node(number)
+        if not isinstance(table, Mapping):
+            problems.append(f"{where}: expected a section of keys, got {_show(table)}")
+            continue
+        for key, value in table.items():
+            if key not in hints:
+                near = _nearest(key, hints)
+                remedy = f'did you mean "{near}"?' if near else f"it has {', '.join(hints)}"
+                problems.append(f"{where} {plain(key)}: unknown key; {remedy}")
+                continue
+            try:
+                msgspec.convert(value, hints[key])
+            except msgspec.ValidationError:
+                problems.append(
+                    f"{where} {key}: expected a list of whole numbers from 0, as in [0, 1], "
+                    f"got {_show(value)}"
+                )
+    return () if problems else msgspec.convert(tables, tuple[Node, ...]), problems
+
+
+def name_node(number: int) -> str:
+    """How a message names one of the `[[nodes]]`."""
+    return f"[[nodes]] (node {number})"
+
+
+def _check_placement(nodes: tuple[Node, ...], sections: Mapping[str, Section]) -> list[str]:
+    """Whether the nodes have every group and every expert rank once."""
+    if not nodes:
+        return []
+    attention, experts = sections["attention"], sections["experts"]
+    assert isinstance(attention, Attention)
+    assert isinstance(experts, Experts)
+    groups, ranks = attention.groups, experts.ranks
+    if groups == "auto" or ranks == "auto":
+        missing = ["[attention] groups"] * (groups == "auto") + ["[experts] ranks"] * (
+            ranks == "auto"
+        )
+        which = " and ".join(missing)
+        return [f"[[nodes]]: say where each rank is, so {which} cannot be auto; set a number"]
+    return [
+        f"[[nodes]]: {problem}" if number is None else f"{name_node(number)} {problem}"
+        for number, problem in explicit_problems(nodes, groups, ranks)
+    ]
 
 
 def _check_key(section: str, key: str, value: object, overridden: bool) -> str | None:
@@ -114,11 +177,10 @@ def _place_of(key: str, section: str, overridden: bool) -> str:
 
 
 def _unknown_section(name: str, table: object) -> str:
-    if name in LATER_SECTIONS:
-        return f"[{name}]: {LATER_SECTIONS[name]}; remove the section"
-    near = _nearest(name, SECTIONS)
+    near = _nearest(name, (*SECTIONS, "nodes"))
     if near and isinstance(table, Mapping | list):
-        return f"[{name}]: unknown section; did you mean [{near}]?"
+        meant = "[[nodes]]" if near == "nodes" else f"[{near}]"
+        return f"[{name}]: unknown section; did you mean {meant}?"
     if not isinstance(table, Mapping | list):
         homes = [f"[{section}]" for section in SECTIONS if name in field_types(section)]
         remedy = f"put it in {_either(homes)}" if homes else "remove it"

@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import UsageError
 from engine.topology.load import TopologyError, load_topology, packaged_topologies
-from engine.topology.schema import SECTIONS, SUPPORTED, Schedule, Serve, Topology
+from engine.topology.schema import SECTIONS, SUPPORTED, Node, Schedule, Serve, Topology
 from engine.topology.validate import field_types
 
 
@@ -115,7 +115,35 @@ def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
             "[serve]\nkv_max_gb = 0",
             "[serve] kv_max_gb: expected a number from 0.001 to 1000000, got 0",
         ),
-        ("[[nodes]]\n", "[nodes]: this version runs on one node; remove the section"),
+        (
+            "[nodes]\nattention = [0]",
+            "[[nodes]]: expected a section [[nodes]] for each node, got one section, [nodes]",
+        ),
+        ("nodes = 2", "[[nodes]]: expected a section [[nodes]] for each node, got 2"),
+        ("nodes = [1]", "[[nodes]] (node 0): expected a section of keys, got 1"),
+        ("[[node]]", "[node]: unknown section; did you mean [[nodes]]?"),
+        (
+            "[[nodes]]\nattention = [0]\n[[nodes]]\nexprts = [0]",
+            '[[nodes]] (node 1) exprts: unknown key; did you mean "experts"?',
+        ),
+        (
+            "[[nodes]]\nattention = [-1]",
+            "[[nodes]] (node 0) attention: expected a list of whole numbers from 0, as in [0, 1], "
+            "got [-1]",
+        ),
+        (
+            "[[nodes]]\nattention = [0]\nexperts = [0]",
+            "[[nodes]]: say where each rank is, so [attention] groups and [experts] ranks cannot "
+            "be auto; set a number",
+        ),
+        (
+            "[comm]\nnode_timeout_s = 1",
+            "[comm] node_timeout_s: expected a number from 2 to 3600, got 1",
+        ),
+        (
+            "[instances]\ncount = 0",
+            "[instances] count: expected a whole number from 1 to 240, got 0",
+        ),
         (
             "[schedule]\nttft_slo_s = true",
             "[schedule] ttft_slo_s: expected a number from 0.001 to 31536000, got true",
@@ -129,6 +157,37 @@ def test_byte_order_mark_and_crlf_are_fine(in_folder: Path) -> None:
 )
 def test_a_problem_names_file_key_and_remedy(in_folder: Path, text: str, problem: str) -> None:
     assert problems(write(text)) == [f"mine.toml: {problem}"]
+
+
+COUNTS = "[attention]\ngroups = 2\n[experts]\nranks = 3\n"
+
+
+def test_nodes_say_where_ranks_are(in_folder: Path) -> None:
+    path = write(
+        f"{COUNTS}[[nodes]]\nattention = [1, 0]\n[[nodes]]\nexperts = [0, 2]\n"
+        "[[nodes]]\nexperts = [1]\n[instances]\ncount = 2\n"
+    )
+    topology = load_topology(path)
+    assert topology.nodes == (Node(attention=(1, 0)), Node(experts=(0, 2)), Node(experts=(1,)))
+    assert topology.instances.count == 2
+    assert problems(path, "experts.ranks=4") == [
+        "mine.toml: [[nodes]]: no node has expert rank 3; name each in one of [[nodes]]"
+    ]
+
+
+def test_each_rank_is_on_one_node(in_folder: Path) -> None:
+    path = write(
+        f"{COUNTS}[[nodes]]\nattention = [0, 0]\nexperts = [3]\n[[nodes]]\n"
+        "[[nodes]]\nattention = [0]\n"
+    )
+    assert [line.removeprefix("mine.toml: [[nodes]]") for line in problems(path)] == [
+        " (node 0) attention: attention group 0 is twice; give it one place",
+        " (node 2) attention: attention group 0 is on node 0 too; give it one place",
+        ": no node has attention group 1; name each in one of [[nodes]]",
+        " (node 0) experts: there is no expert rank 3; the last one is 2",
+        ": no node has expert ranks 0, 1, 2; name each in one of [[nodes]]",
+        " (node 1) has no ranks; give it some, or remove it",
+    ]
 
 
 def test_all_problems_come_at_once(in_folder: Path) -> None:
@@ -166,8 +225,8 @@ def test_overrides_replace_values_and_are_named_in_problems(in_folder: Path) -> 
         ("attention.groups", "expected section.key=value, as in attention.groups=2"),
         ("threads=2", "name the section too, as in attention.threads=2 or experts.threads=2"),
         ("atention.groups=2", 'unknown section "atention"; did you mean attention.groups?'),
-        ("nodes.count=2", "this version runs on one node; leave it out"),
-        ("nodes=2", "this version runs on one node; leave it out"),
+        ("nodes.count=2", "[[nodes]] are several sections; write them in a topology file"),
+        ("nodes=2", "[[nodes]] are several sections; write them in a topology file"),
     ],
 )
 def test_a_malformed_override_is_explained(override: str, problem: str) -> None:
