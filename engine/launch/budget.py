@@ -95,7 +95,9 @@ class Limits:
 class Layout:
     """Everything that memory depends on, but for the longest prompt.
 
-    window_tokens: most tokens of one dispatch of a group. Its members divide them.
+    window_tokens: most tokens of one dispatch of a group. Its members divide them. placed: instance
+    and rank of all that are on this node; by default, one instance whole. controllers: how many of
+    them are on this node.
     """
 
     config: ModelConfig
@@ -106,6 +108,8 @@ class Layout:
     dtype_bytes: int
     keep_kv: bool
     wiring: Wiring
+    placed: tuple[tuple[int, RankId], ...] | None = None
+    controllers: int = 1
 
     @classmethod
     def build(
@@ -158,7 +162,7 @@ class Layout:
 
     @property
     def windows_bytes(self) -> int:
-        """Of all windows, where they lie in the host's memory."""
+        """Of all windows of an instance, where they lie in the host's memory."""
         copies = 1 if self.wiring.transport == "shm" else 2
         return copies * self.attention_ranks * sum(window.total_bytes for window in self.windows)
 
@@ -169,16 +173,42 @@ class Layout:
         return {"attention": sum(sizes), "expert": self.attention_ranks * max(sizes)}
 
     def ranks(self, longest: int) -> tuple[RankPlan, ...]:
-        """The ranks, attention first, where no prompt has more than `longest` tokens."""
+        """An instance's ranks, attention first, where no prompt has more than `longest` tokens."""
         return (*self._attention(longest), *self._experts())
 
+    def here(self, longest: int) -> tuple[tuple[int, RankPlan], ...]:
+        """The ranks of all instances that are on this node, each with its instance."""
+        ranks = self.ranks(longest)
+        if self.placed is None:
+            return tuple((0, rank) for rank in ranks)
+        known = {rank.id: rank for rank in ranks}
+        return tuple((instance, known[id_]) for instance, id_ in self.placed)
+
+    @property
+    def instances_here(self) -> int:
+        """How many instances have ranks on this node."""
+        return 1 if self.placed is None else len({instance for instance, _ in self.placed})
+
+    @property
+    def processes_here(self) -> dict[Role, int]:
+        """How many ranks are on this node."""
+        if self.placed is None:
+            return {"attention": self.attention_ranks, "expert": len(self.experts)}
+        roles = [id_.role for _, id_ in self.placed]
+        return {"attention": roles.count("attention"), "expert": roles.count("expert")}
+
+    @property
+    def base_bytes(self) -> int:
+        """What is there besides ranks."""
+        return BASE_BYTES + max(0, self.controllers - 1) * PROCESS_BYTES
+
     def host_bytes(self, longest: int) -> int:
-        """What the whole instance needs of the host's memory."""
-        return BASE_BYTES + sum(rank.host_bytes for rank in self.ranks(longest))
+        """What all that is on this node needs of the host's memory."""
+        return self.base_bytes + sum(rank.host_bytes for _, rank in self.here(longest))
 
     def fits(self, longest: int, limits: Limits) -> bool:
-        ranks = self.ranks(longest)
-        return BASE_BYTES + sum(rank.host_bytes for rank in ranks) <= limits.host and not any(
+        ranks = [rank for _, rank in self.here(longest)]
+        return self.base_bytes + sum(rank.host_bytes for rank in ranks) <= limits.host and not any(
             limit is not None and rank.device_bytes > limit
             for rank in ranks
             for limit in (limits.device(rank.id.role),)

@@ -17,6 +17,7 @@ from engine.topology.schema import Topology
 
 if TYPE_CHECKING:
     from engine.launch.plan import Plan
+    from engine.launch.resources import NodeView
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -50,12 +51,14 @@ def plan_of(
     on_note: Callable[[str], None] = lambda note: None,
     only_to_look: bool = False,
     assume_devices: bool = False,
+    node: "NodeView | None" = None,
 ) -> "Plan":
     """The plan for a topology (a file, or a packaged one's name) and a model (None: its own).
 
     only_to_look: a packaged config will do, without weights. assume_devices: as if this machine had
     the devices and the memory that the topology asks for. on_topology: what else has to be looked
-    after in a topology that has been read; it may raise UsageError.
+    after in a topology that has been read; it may raise UsageError. node: which one of several
+    nodes this is; by default the only one.
 
     Raises UsageError with every problem of all of it, one a line.
     """
@@ -64,7 +67,7 @@ def plan_of(
     except UsageError as error:
         problems = [str(error)]
         try:
-            _check_rest(error.usable if isinstance(error, TopologyError) else None, model)
+            _check_rest(error.usable if isinstance(error, TopologyError) else None, model, node)
         except UsageError as more:
             problems.append(str(more))
         raise UsageError("\n".join(problems)) from None
@@ -85,6 +88,7 @@ def plan_of(
             model_dir,
             keep_kv(loaded) if callable(keep_kv) else keep_kv,
             assume="devices" if assume_devices else "nothing",
+            node=node,
         )
     found.raise_all()
     assert plan is not None
@@ -105,7 +109,9 @@ def _find(
     return model_dir
 
 
-def _check_rest(topology: Topology | None, model: str | Path | None) -> None:
+def _check_rest(
+    topology: Topology | None, model: str | Path | None, node: "NodeView | None"
+) -> None:
     """What is wrong besides the keys that are known to be: their defaults stand in for them, so
     nothing is said about memory. Without any topology, what is wrong with the model.
     """
@@ -118,7 +124,7 @@ def _check_rest(topology: Topology | None, model: str | Path | None) -> None:
     import_torch()
     from engine.launch.plan import make_plan
 
-    make_plan(topology, _find(topology, model), assume="everything")
+    make_plan(topology, _find(topology, model), assume="everything", node=node)
 
 
 def _check_local(topology: Topology, model: str | Path | None) -> None:

@@ -1,13 +1,15 @@
 """The environment of HCCL, NCCL and gloo: ports, interfaces, timeouts, buffers.
 
-One plan for all ranks, so that all have the same. What the user has set is kept, and said. The
-limits are those of CANN's environment variable reference (HCCL) and of NCCL's; nothing of it was
-run on an accelerator.
+One plan for all ranks of a node, so that all have the same. What the user has set is kept, and
+said. The limits are those of CANN's environment variable reference (HCCL) and of NCCL's; nothing
+of it was run on an accelerator.
 """
 
+import ipaddress
 import math
 import os
 import re
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +34,18 @@ HCCL_TIMEOUT_S = (120, 7200)
 HCCL_BUFFERS = ("HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE")
 HCCL_BUFFER_MIB = 200
 _MIB = 1 << 20
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+# What both ends of a communicator have to have alike.
+AGREED = {
+    "hccl": (
+        "HCCL_CONNECT_TIMEOUT",
+        *HCCL_BUFFERS,
+        "HCCL_DETERMINISTIC",
+        "HCCL_SOCKET_FAMILY",
+    ),
+    "nccl": ("NCCL_SOCKET_FAMILY", "NCCL_BUFFSIZE"),
+}
 
 # How fast a rank reads its weights in bad cases, such as a network file system that all ranks read
 # from at once. Ranks come to their communicators that far apart.
@@ -74,8 +88,10 @@ def plan_environment(
     window_bytes: int,
     connect_timeout_s: float = 300.0,
     load_bytes: int = 0,
+    address: str | None = None,
     environ: Mapping[str, str] = os.environ,
     interfaces: Sequence[str] | None = None,
+    addresses: Mapping[str, Sequence[str]] | None = None,
     ports: Collection[int] | None = None,
     ephemeral: range | None = None,
     seed: int | None = None,
@@ -84,28 +100,40 @@ def plan_environment(
 
     transport: "shm", "gloo", "nccl" or "hccl". collectives: the backend of tensor-parallel groups,
     None without any. ranks: processes on this node. window_bytes: the largest message.
-    load_bytes: the most weights that one rank reads. environ: the user's. For tests: interfaces
-    that are up, ports in use, those that the system gives out itself, and where the search for free
-    ones begins (of two instances that start at once, each should look elsewhere).
+    load_bytes: the most weights that one rank reads. address: with several nodes, this one's own
+    address, whose interface ranks take; empty, where it is not known yet. environ: the user's. For
+    tests: interfaces that are up and their addresses, ports in use, those that the system gives out
+    itself, and where the search for free ones begins (of two instances that start at once, each
+    should look elsewhere).
 
-    Raises UsageError for a value of the user's that HCCL would refuse, and without free ports.
+    Raises UsageError for a value of the user's that HCCL would refuse, without free ports, and for
+    an address that no interface has.
     """
     backends = {transport, collectives}
     plan = _Environment(environ)
     if not backends & {"gloo", "nccl", "hccl"}:
         return {}, []
-    interface = _interface(up_interfaces() if interfaces is None else interfaces)
+    if address is None:
+        interface = _interface(up_interfaces() if interfaces is None else interfaces)
+    else:
+        there = interface_addresses() if addresses is None else addresses
+        interface = _interface_of(address, there, environ) if address else None
+    family = "AF_INET6" if address and ":" in address else None
     if "gloo" in backends and interface:
         plan.plan("GLOO_SOCKET_IFNAME", interface)
     if "nccl" in backends:
         if interface:
             plan.plan("NCCL_SOCKET_IFNAME", f"={interface}")
+            if family:
+                plan.plan("NCCL_SOCKET_FAMILY", family)
         # A device has this many queues for kernels. With fewer than there are streams, a send may
         # stand in a queue behind a receive that waits for the peer's send.
         plan.plan("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "hccl" in backends:
         if interface and plan.own("HCCL_IF_IP") is None:  # which goes before the interface
             plan.plan("HCCL_SOCKET_IFNAME", f"={interface}")
+            if family:
+                plan.plan("HCCL_SOCKET_FAMILY", family)
         _plan_hccl_ports(
             plan,
             ranks,
@@ -142,8 +170,52 @@ def up_interfaces() -> list[str]:
     return [name for name, state in psutil.net_if_stats().items() if state.isup]
 
 
+def interface_addresses() -> dict[str, list[str]]:
+    """The IP addresses of each network interface that is up."""
+    found = psutil.net_if_addrs()
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [each.address for each in found.get(name, ()) if each.family in families]
+        for name in up_interfaces()
+    }
+
+
+def agreed(environment: Mapping[str, str], backends: Collection[str]) -> dict[str, str]:
+    """What of an environment has to be the same on all nodes, for some of "hccl" and "nccl"."""
+    return {
+        name: environment[name]
+        for backend in sorted(backends)
+        for name in AGREED.get(backend, ())
+        if name in environment
+    }
+
+
+def _interface_of(
+    address: str, addresses: Mapping[str, Sequence[str]], environ: Mapping[str, str]
+) -> str | None:
+    """The interface that has the address; None where the user has named one."""
+    for name, own in addresses.items():
+        if _ip(address) in map(_ip, own):
+            return name
+    if any(environ.get(name) for name in INTERFACES):
+        return None
+    raise UsageError(
+        f"no network interface here has this node's address, {plain(address)}; set "
+        f"{', '.join(INTERFACES[:-1])} or {INTERFACES[-1]} to the one that reaches the other nodes"
+    )
+
+
+def _ip(address: str) -> str:
+    """One spelling of an address; of an IPv6 one without its interface."""
+    bare = address.partition("%")[0]
+    try:
+        return str(ipaddress.ip_address(bare))
+    except ValueError:
+        return bare
+
+
 def _interface(names: Sequence[str]) -> str | None:
-    """All ranks are on this node, so what they say to each other needs no network."""
+    """Where all ranks are on this node, what they say to each other needs no network."""
     if "lo" in names:
         return "lo"
     return min(names, default=None)

@@ -2,17 +2,18 @@
 
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from engine.launch.accelerators import Kind
 from engine.launch.budget import Layout, show_bytes, show_device_bytes
 from engine.launch.resources import ROLES, UNLIMITED, Resources
-from engine.launch.shortage import device_shortages, fullest, host_shortage
+from engine.launch.shortage import device_shortages, fullest_bytes, host_shortage
 from engine.launch.wiring import wiring_problems
 from engine.model.architecture import ModelConfig
 from engine.model.sharding import problems as shard_problems
+from engine.topology.nodes import Placement, place
 from engine.topology.ranks import Role
 from engine.topology.schema import MOST_PEERS, Topology
 
@@ -43,6 +44,8 @@ class Planner:
         self.limits = self.resources.limits
         self.machine = self.resources.machine
         self.assume = self.resources.assume
+        self.node = self.resources.node
+        self.instances = self.resources.instances
 
     @property
     def dtype(self) -> str:
@@ -54,6 +57,8 @@ class Planner:
 
     def choose_layout(self) -> Layout | None:
         """Groups, ranks and windows; None when the numbers asked for are impossible."""
+        if self._refuse_auto():
+            return None
         groups, ranks = self._counts()
         if self._refuse_counts(groups, ranks):
             return None
@@ -97,15 +102,17 @@ class Planner:
             return None
         limit = own if asked == "auto" else asked
         fits = _largest(least, limit, lambda longest: layout.fits(longest, self.limits))
-        if fits == limit:
-            if asked == "auto":
-                self.notes.append(f"prompts of up to {own} tokens, the model's own limit")
-            return limit
         if asked == "auto":
-            self.notes.append(
-                f"prompts of up to {fits} tokens, which is what fits in "
-                f"{self._memory(layout, fits + 1)} (the model's own limit is {own})"
-            )
+            text = f"prompts of up to {fits} tokens, "
+            if fits == limit:
+                text += "the model's own limit"
+            else:
+                text += f"which is what fits in {self._memory(layout, fits + 1)} "
+                text += f"(the model's own limit is {own})"
+            if self.node.node_rank > 0:
+                text += ", unless node 0 decides for less"
+            self.notes.append(text)
+        if asked == "auto" or fits == limit:
             return fits
         need, there = self._need(layout, asked)
         self.problems.append(
@@ -126,6 +133,19 @@ class Planner:
             comm=change(old.comm, transport=self.wiring.transport, window_tokens=tokens),
         )
 
+    def placement(self, groups: int, ranks: int) -> Placement:
+        """Raises ValueError where that is impossible."""
+        if self.assume == "everything":  # keys are missing that were wrong, so it proves nothing
+            return place(groups, self.wiring.tensor_parallel, ranks)
+        return place(
+            groups,
+            self.wiring.tensor_parallel,
+            ranks,
+            self.instances,
+            self.node.nnodes,
+            self.topology.nodes,
+        )
+
     @property
     def _shortest_limit(self) -> int:
         """Memory does not shrink with a limit below this: batches hold as many tokens anyway."""
@@ -144,18 +164,41 @@ class Planner:
         if asked_groups != "auto":
             groups = asked_groups
         else:
-            mine = self.resources.places(attention)
+            mine = self._places(attention)
             if shared:
                 mine -= mine // 2 if asked_ranks == "auto" else asked_ranks
             groups = _clamped(mine // members, attention)
         if asked_ranks != "auto":
             return groups, asked_ranks
-        left = self.resources.places(experts) - (groups * members if shared else 0)
+        left = self._places(experts) - (groups * members if shared else 0)
         return groups, min(_clamped(left, experts), self.config.experts)
+
+    def _places(self, kind: Kind) -> int:
+        """An instance's share of the cores or devices."""
+        return self.resources.places(kind) // self.instances
+
+    def _refuse_auto(self) -> bool:
+        """With several nodes, nothing may depend on one of them. (Windows then hold a batch.)"""
+        if self.node.nnodes == 1 or self.assume == "everything":
+            return False
+        before = len(self.problems)
+        topology = self.topology
+        for section, key, value in (
+            ("attention", "groups", topology.attention.groups),
+            ("experts", "ranks", topology.experts.ranks),
+        ):
+            if value == "auto":
+                self.problems.append(
+                    f'{topology.where(section, key)}: "auto" divides what one node has, and this '
+                    f"launch has {self.node.nnodes}; set a number"
+                )
+        if len(self.problems) > before:
+            self.problems += wiring_problems(topology, self.node.nnodes)
+        return len(self.problems) > before
 
     def _refuse_counts(self, groups: int, ranks: int) -> bool:
         before = len(self.problems)
-        self.problems += wiring_problems(self.topology)
+        self.problems += wiring_problems(self.topology, self.node.nnodes)
         members = self.wiring.tensor_parallel
         where_members = self.topology.where("attention", "tensor_parallel")
         self.problems += [
@@ -176,13 +219,26 @@ class Planner:
         for where, count in ((where_groups, groups), (where_ranks, ranks)):
             if count > MOST_PEERS:
                 self.problems.append(f"{where}: {count} is too many; at most {MOST_PEERS}")
-        self._check_files(groups * members, ranks)
+        here = self._check_placement(groups, ranks)
+        self._check_files(groups * members, ranks, here)
         return len(self.problems) > before
 
-    def _check_files(self, attention: int, ranks: int) -> None:
+    def _check_placement(self, groups: int, ranks: int) -> int:
+        """How many ranks are on this node."""
+        try:
+            return len(self.placement(groups, ranks).ranks_on(self._node_rank))
+        except ValueError as error:
+            self.problems.append(f"{self.topology.source}: {error}")
+            return 0
+
+    @property
+    def _node_rank(self) -> int:
+        return 0 if self.assume == "everything" else self.node.node_rank
+
+    def _check_files(self, attention: int, ranks: int, here: int) -> None:
         """No process may have more files open than are allowed."""
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        files = FILES_PER_PROCESS * (attention + ranks)
+        files = FILES_PER_PROCESS * here
         if self.wiring.transport == "shm":
             files += attention * ranks
             what = f"{attention} x {ranks} windows"
@@ -196,25 +252,30 @@ class Planner:
             f"{allowed} are allowed; lower groups or ranks, or raise the limit (ulimit -n {files})"
         )
 
-    def _layout(self, groups: int, ranks: int) -> Layout:
+    def _layout(self, groups: int, ranks: int, placed: bool = True) -> Layout:
+        """placed: on the nodes; otherwise as one instance on this one."""
         asked = self.topology.comm.window_tokens
         tokens = self.topology.schedule.max_batch_tokens if asked == "auto" else asked
-        layout = self._layout_with(groups, ranks, tokens)
-        while asked == "auto" and self._large_windows(layout) and tokens > LEAST_WINDOW:
+        layout = self._layout_with(groups, ranks, tokens, placed)
+        may_shrink = asked == "auto" and self.node.nnodes == 1
+        while may_shrink and self._large_windows(layout) and tokens > LEAST_WINDOW:
             tokens = max(LEAST_WINDOW, tokens // 2)
-            layout = self._layout_with(groups, ranks, tokens)
+            layout = self._layout_with(groups, ranks, tokens, placed)
         return layout
 
     def _large_windows(self, layout: Layout) -> bool:
         """Whether windows take more than their share of the memory they lie in."""
         if not self.wiring.on_device:
-            return layout.windows_bytes > self.limits.host // AUTO_WINDOW_SHARE
+            windows = layout.windows_bytes * self.instances
+            return windows > self.limits.host // AUTO_WINDOW_SHARE
         return any(
             size > (self.limits.device(role) or UNLIMITED) // AUTO_WINDOW_SHARE
             for role, size in layout.largest_windows.items()
         )
 
-    def _layout_with(self, groups: int, ranks: int, window_tokens: int) -> Layout:
+    def _layout_with(
+        self, groups: int, ranks: int, window_tokens: int, placed: bool = True
+    ) -> Layout:
         layout = Layout.build(
             config=self.config,
             schedule=self.topology.schedule,
@@ -225,6 +286,10 @@ class Planner:
             keep_kv=self.keep_kv,
             wiring=self.wiring,
         )
+        if placed:
+            ranks_here = self.placement(groups, ranks).ranks_on(self._node_rank)
+            controllers = self.instances if self.node.node_rank == 0 else 0
+            layout = replace(layout, placed=tuple(ranks_here), controllers=controllers)
         return self.resources.wired(layout)
 
     def _enough_ranks(self, layout: Layout) -> Layout:
@@ -236,7 +301,7 @@ class Planner:
         ):
             ranks, most = len(layout.experts), min(self.config.experts, MOST_PEERS)
             least = self._shortest_limit
-            while fullest(layout, "expert", least).device_bytes > self.limits.expert:
+            while fullest_bytes(layout, "expert", least) > self.limits.expert:
                 if ranks == most:
                     break
                 ranks += 1
@@ -251,7 +316,7 @@ class Planner:
                 f"windows of {layout.window_tokens} tokens: a batch goes in several dispatches, so "
                 "that windows take no more than their share of memory"
             )
-        counts = {"attention": layout.attention_ranks, "expert": len(layout.experts)}
+        counts = layout.processes_here
         processes = sum(counts[role] for role in ROLES if self.wiring.kind(role) == "cpu")
         if processes > self.machine.cores and self.assume == "nothing":
             self.notes.append(
@@ -268,7 +333,7 @@ class Planner:
             )
 
         def rebuild(ranks: int) -> Layout:
-            return self._layout(layout.groups, ranks)
+            return self._layout(layout.groups, ranks, placed=False)
 
         return found + device_shortages(self.topology, layout, longest, self.limits, rebuild)
 
@@ -279,7 +344,7 @@ class Planner:
         return next(
             role
             for role in ROLES
-            if fullest(layout, role, longest).device_bytes > (self.limits.device(role) or UNLIMITED)
+            if fullest_bytes(layout, role, longest) > (self.limits.device(role) or UNLIMITED)
         )
 
     def _memory(self, layout: Layout, longest: int) -> str:
@@ -298,7 +363,7 @@ class Planner:
             return need, f"{self.machine.memory_limit} has {show_bytes(self.limits.host)} free"
         limit = self.limits.device(role)
         assert limit is not None
-        need = show_device_bytes(fullest(layout, role, longest).device_bytes)
+        need = show_device_bytes(fullest_bytes(layout, role, longest))
         return f"{need} of a device's memory", f"each has {show_device_bytes(limit)}"
 
 

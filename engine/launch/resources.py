@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from engine.errors import UsageError
@@ -30,6 +30,17 @@ ROLES: tuple[Role, Role] = ("attention", "expert")
 _SECTIONS: dict[Role, str] = {"attention": "attention", "expert": "experts"}
 
 
+@dataclass(frozen=True)
+class NodeView:
+    """Which of a launch's nodes this is. address: its own, as the others reach it; empty where that
+    is not known yet.
+    """
+
+    nnodes: int = 1
+    node_rank: int = 0
+    address: str = ""
+
+
 class Resources:
     """`limits` is the memory there is. `problems` and `notes` are for the user."""
 
@@ -39,12 +50,14 @@ class Resources:
         machine: Machine,
         accelerators: Mapping[Kind, Accelerators] | None = None,
         assume: Assume = "nothing",
+        node: NodeView | None = None,
     ) -> None:
         """accelerators: what there is of each kind; kinds that it lacks are looked for here."""
         self.topology = topology
         self.machine = machine
         self.assume = assume
-        self.wiring = resolve_wiring(topology)
+        self.node = node or NodeView()
+        self.wiring = resolve_wiring(topology, self.node.nnodes)
         self.problems: list[str] = []
         self.notes: list[str] = []
         self._accelerators = self._found(accelerators or {})
@@ -54,16 +67,21 @@ class Resources:
         )
         self._environments: dict[tuple[int, int], tuple[dict[str, str], list[str]]] = {}
 
+    @property
+    def instances(self) -> int:
+        return self.topology.instances.count
+
     def places(self, kind: Kind) -> int:
         """How many ranks can compute at the same time: cores, or devices that are visible."""
         return self.machine.cores if kind == "cpu" else len(self._accelerators[kind].visible)
 
     def slots(self, layout: Layout | None) -> tuple[Slot | None, ...]:
-        """A device for each rank, attention first; a problem when there are too few."""
+        """A device for each rank on this node, in the order of `Layout.here`; a problem when there
+        are too few.
+        """
         if layout is None:
             return ()
-        kinds = [self.wiring.attention] * layout.attention_ranks
-        kinds += [self.wiring.experts] * len(layout.experts)
+        kinds = [self.wiring.kind(rank.id.role) for _, rank in layout.here(1)]
         accelerators = self._accelerators
         if self.assume != "nothing":
             accelerators = {kind: assumed(kind, kinds.count(kind), None) for kind in accelerators}
@@ -93,7 +111,7 @@ class Resources:
 
     def environment(self, layout: Layout) -> tuple[dict[str, str], list[str]]:
         """What to set in each rank's process, and notes about it."""
-        key = layout.attention_ranks + len(layout.experts), layout.message_bytes
+        key = sum(layout.processes_here.values()), layout.message_bytes
         if key not in self._environments:
             ranks, window_bytes = key
             try:
@@ -104,6 +122,7 @@ class Resources:
                     window_bytes=window_bytes,
                     connect_timeout_s=self.topology.comm.connect_timeout_s,
                     load_bytes=max(rank.weights_bytes for rank in layout.ranks(1)),
+                    address=self.node.address if self.node.nnodes > 1 else None,
                 )
             except UsageError as error:
                 self._problem(str(error))

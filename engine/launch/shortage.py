@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from engine.launch.budget import BASE_BYTES, Layout, Limits, RankPlan, show_bytes, show_device_bytes
+from engine.launch.budget import Layout, Limits, RankPlan, show_bytes, show_device_bytes
 from engine.topology.ranks import Role
 from engine.topology.schema import MOST_PEERS, Topology
 
@@ -12,12 +12,12 @@ Rebuild = Callable[[int], Layout]
 def host_shortage(
     topology: Topology, layout: Layout, longest: int, limits: Limits, whose: str, dtype: str
 ) -> str:
-    """All ranks together need more of the host's memory than there is. whose: Machine's word."""
+    """All ranks of this node need more of its memory than there is. whose: Machine's word."""
     on_host: dict[str, int] = {}
-    for rank in layout.ranks(longest):
+    for _, rank in layout.here(longest):
         for part, size in _host_parts(rank).items():
             on_host[part] = on_host.get(part, 0) + size
-    on_host["processes"] = on_host.get("processes", 0) + BASE_BYTES
+    on_host["processes"] = on_host.get("processes", 0) + layout.base_bytes
     remedies = {
         "weights": "take a smaller model"
         + (", dtype bfloat16" if dtype == "float32" else "")
@@ -30,12 +30,15 @@ def host_shortage(
         "processes": "lower [attention] groups or [experts] ranks, or free some memory",
     }
     largest = max(remedies, key=lambda part: on_host.get(part, 0))
+    remedy = remedies[largest]
+    if layout.instances_here > 1:
+        remedy += ", or lower [instances] count"
     listed = ", ".join(
         f"{part} {show_bytes(on_host[part])}" for part in remedies if on_host.get(part)
     )
     return (
         f"{topology.source}: needs {show_bytes(layout.host_bytes(longest))} of memory and "
-        f"{whose} has {show_bytes(limits.host)} free ({listed}); {remedies[largest]}"
+        f"{whose} has {show_bytes(limits.host)} free ({listed}); {remedy}"
     )
 
 
@@ -43,13 +46,13 @@ def device_shortages(
     topology: Topology, layout: Layout, longest: int, limits: Limits, rebuild: Rebuild
 ) -> list[str]:
     """For each side whose fullest rank needs more than a device has. rebuild: the same layout with
-    another number of expert ranks.
+    another number of expert ranks, wherever they are.
     """
     found = []
     for role in ("attention", "expert"):
         limit = limits.device(role)
         rank = fullest(layout, role, longest)
-        if limit is None or rank.device_bytes <= limit:
+        if limit is None or rank is None or rank.device_bytes <= limit:
             continue
         section = "attention" if role == "attention" else "experts"
         noun = "an attention rank" if role == "attention" else "an expert rank"
@@ -64,10 +67,16 @@ def device_shortages(
     return found
 
 
-def fullest(layout: Layout, role: Role, longest: int) -> RankPlan:
-    """The rank of `role` that needs most of its device."""
-    ranks = [rank for rank in layout.ranks(longest) if rank.id.role == role]
-    return max(ranks, key=lambda rank: rank.device_bytes)
+def fullest(layout: Layout, role: Role, longest: int) -> RankPlan | None:
+    """The rank of `role` that needs most of its device; None: there are none on this node."""
+    ranks = [rank for _, rank in layout.here(longest) if rank.id.role == role]
+    return max(ranks, key=lambda rank: rank.device_bytes, default=None)
+
+
+def fullest_bytes(layout: Layout, role: Role, longest: int) -> int:
+    """What that rank needs of its device."""
+    rank = fullest(layout, role, longest)
+    return 0 if rank is None else rank.device_bytes
 
 
 def _host_parts(rank: RankPlan) -> dict[str, int]:
@@ -106,7 +115,7 @@ def _device_remedy(
         enough = range(len(layout.experts) + 1, most + 1)
         limit = limits.device(role)
         for ranks in enough:
-            if limit is not None and fullest(rebuild(ranks), role, longest).device_bytes <= limit:
+            if limit is not None and fullest_bytes(rebuild(ranks), role, longest) <= limit:
                 return f"with [experts] ranks = {ranks} it would fit"
         return "take devices with more memory, or a smaller model"
     if largest == "weights":

@@ -44,30 +44,38 @@ class Wiring:
         return self.attention if role == "attention" else self.experts
 
 
-def resolve_wiring(topology: Topology) -> Wiring:
+def resolve_wiring(topology: Topology, nnodes: int = 1) -> Wiring:
     """As the topology has it; nothing is known yet of communicators."""
     attention, experts = topology.attention.device, topology.experts.device
     transport = topology.comm.transport
     if transport == "auto":
-        transport = _transport_between(attention, experts)
+        transport = _transport_between(attention, experts, nnodes)
     return Wiring(transport, attention, experts, topology.attention.tensor_parallel)
 
 
-def wiring_problems(topology: Topology) -> list[str]:
-    """A transport between devices that it cannot reach."""
+def wiring_problems(topology: Topology, nnodes: int = 1) -> list[str]:
+    """A transport between devices, or nodes, that it cannot reach."""
     transport = topology.comm.transport
+    if transport == "shm" and nnodes > 1:
+        return [
+            f"{topology.where('comm', 'transport')}: shm ends at one node, and this launch has "
+            f'{nnodes}; take "auto" or "gloo"'
+        ]
     end = ENDS.get(transport)
     sides = {"attention": topology.attention.device, "experts": topology.experts.device}
     wrong = [f"[{side}] device is {device}" for side, device in sides.items() if device != end]
     if end is None or not wrong:
         return []
+    others = '"auto", "shm" or "gloo"' if nnodes == 1 else '"auto" or "gloo"'
     return [
         f"{topology.where('comm', 'transport')}: {transport} connects {end} devices only, and "
-        f'{" and ".join(wrong)}; take "auto", "shm" or "gloo", or set both devices to "{end}"'
+        f'{" and ".join(wrong)}; take {others}, or set both devices to "{end}"'
     ]
 
 
-def _transport_between(attention: Kind, experts: Kind) -> Transport:
+def _transport_between(attention: Kind, experts: Kind, nnodes: int) -> Transport:
     if attention == experts == "cuda":
         return "nccl"
-    return "hccl" if attention == experts == "npu" else "shm"
+    if attention == experts == "npu":
+        return "hccl"
+    return "shm" if nnodes == 1 else "gloo"
