@@ -12,14 +12,11 @@ rank's own loop never does.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
 
 from engine.comm.channel import Notice, Notices, Region
@@ -37,28 +34,15 @@ log = logging.getLogger(__name__)
 BYTES = torch.int8
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where ranks meet to build communicators: a folder that they share and nobody else can read.
-
-    timeout_s: how long they wait for each other.
-    """
-
-    folder: Path
-    timeout_s: float
+class Meeting(Protocol):
+    """Where ranks tell each other how to reach them."""
 
     @property
     def timeout(self) -> timedelta:
-        return timedelta(seconds=self.timeout_s)
+        """How long they wait for each other; the same for all."""
 
-    def store(self, name: str) -> Store:
-        """What the ranks of communicator `name` tell each other. Each has a file of its own: one
-        that a rank left half written when it died is read by nobody else. No port is opened, and
-        no name is looked up (TCPStore looks up the name of every peer, 5 s each without a server).
-        """
-        store = FileStore(str(self.folder / name), -1)
-        store.set_timeout(self.timeout)
-        return store
+    def store(self, *lives: RankId) -> Store:
+        """A new store for the communicator of these lives, for the calling thread."""
 
 
 class ProcessGroupTransport:
@@ -90,8 +74,9 @@ class ProcessGroupTransport:
         return self._carrier.torch
 
     def open(self, peer: Peer) -> ProcessGroupChannel:
-        pair = (self._me, peer.id) if self._me.role == "attention" else (peer.id, self._me)
-        attention, expert = (f"{id_}.{id_.incarnation}" for id_ in pair)
+        attention, expert = (
+            (self._me, peer.id) if self._me.role == "attention" else (peer.id, self._me)
+        )
         ways = ((attention, expert), (expert, attention))
         links = [self._link(*way) for way in ways]
         forth, back = links
@@ -103,12 +88,12 @@ class ProcessGroupTransport:
             link.start(channel.report)
         return channel
 
-    def _link(self, sender: str, receiver: str) -> Link:
+    def _link(self, sender: RankId, receiver: RankId) -> Link:
         def connect() -> Any:
-            store = self._meeting.store(f"{sender}-{receiver}".replace(" ", "-"))
+            store = self._meeting.store(sender, receiver)
             return self._carrier.process_group(store, int(not sends), 2, self._meeting.timeout)
 
-        sends = sender == f"{self._me}.{self._me.incarnation}"
+        sends = sender == self._me
         # An expert rank launches ahead: it need know nothing of the payload to do so. An attention
         # rank does not, since an expert rank announces what it has yet to compute: a receive would
         # hold the device up for as long.

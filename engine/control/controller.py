@@ -14,6 +14,7 @@ import msgspec
 
 from engine.control.blame import DEATHS_ALONE, Blame, Verdict
 from engine.control.liveness import MARGIN, QUIET_S, Liveness
+from engine.control.meeting import MeetingPlace
 from engine.control.messages import (
     Agreement,
     BatchDone,
@@ -38,6 +39,8 @@ from engine.control.messages import (
     Snapshot,
     Spans,
     StartTrace,
+    StoreAsk,
+    StorePut,
     Submit,
     Supervise,
     Watch,
@@ -113,6 +116,7 @@ class Controller:
     _blame: Blame = field(default_factory=Blame)
     _liveness: Liveness = field(default_factory=Liveness)
     _traces: TraceCollector = field(default_factory=TraceCollector)
+    _meeting: MeetingPlace = field(default_factory=MeetingPlace)
     _supervisor: bytes | None = None
     _started: bool = False
     _quitting: bool = False
@@ -151,6 +155,8 @@ class Controller:
                 self._supervisor = peer
             case RankDied():
                 self._bury(message, now)
+            case StorePut() | StoreAsk():
+                self.outbox.extend(self._meeting.handle(peer, message))
             case ClientGone(identity):
                 for client, key in [k for k in self._keys if k[0] == identity]:
                     self._cancel(client, key)
@@ -338,6 +344,7 @@ class Controller:
             del self._by_peer[old.peer]
         self._liveness.gone(death.id)
         self._traces.gone(death.id)
+        self._meeting.gone(death.id)
         blamed = None
         old.innocent = old.innocent or death.collateral
         if death.batch in self._running and not old.innocent:

@@ -317,6 +317,25 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True):
     results: list[PrefillResult]
 
 
+class StorePut(msgspec.Struct, frozen=True, tag=True):
+    """Keeps `value` for those who build communicator `name` with the sender. add: the value is a
+    number, to be added to what is there; it is answered as a StoreAsk of the key.
+    """
+
+    name: str
+    key: str
+    value: bytes
+    add: bool = False
+
+
+class StoreAsk(msgspec.Struct, frozen=True, tag=True):
+    """Answered by StoreValues, at once or, with `wait`, when all of `keys` are there."""
+
+    name: str
+    keys: list[str]
+    wait: bool = True
+
+
 # --- controller -> rank ----------------------------------------------------------------------
 
 
@@ -330,6 +349,12 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     batch: Batch
     lane: int
     requests: list[PrefillRequest]
+
+
+class StoreValues(msgspec.Struct, frozen=True, tag=True):
+    """What is there of the keys that were asked for."""
+
+    values: dict[str, bytes]
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
@@ -400,6 +425,9 @@ Message: TypeAlias = (
     | Ready
     | Progress
     | BatchDone
+    | StorePut
+    | StoreAsk
+    | StoreValues
     | Welcome
     | Run
     | Record

@@ -78,8 +78,6 @@ class Ranks:
         attention = [RankId("attention", rank) for rank in range(ranks)]
         self.ids = attention + experts
         self._place = {(id_.role, id_.rank): place for place, id_ in enumerate(self.ids)}
-        self._meeting = supervisor.folder / "meet"
-        self._meeting.mkdir(mode=0o700)
 
     def start(self) -> None:
         """Starts all of them. RunError when there is no memory for the windows."""
@@ -169,7 +167,6 @@ class Ranks:
             bell=self._bell(id_),
             peers=[self._peer(peer, id_) for peer in peers],
             experts=[(span.start, span.stop) for span in self._plan.experts],
-            meeting=str(self._meeting),
             shard=self._shard(id_),
             turns=[f"{self._bell(member)}.turns" for member in team],
             device="cpu" if device is None else device.kind,

@@ -6,6 +6,8 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
+from engine.control.meeting import MeetingPlace
+from engine.control.messages import StoreAsk, StorePut, encode
 from engine.topology.ranks import RankId
 
 # --- command -> rank -------------------------------------------------------------------------
@@ -102,7 +104,7 @@ Answer: TypeAlias = Here | Operators | Exchanged | Measured | Accounted
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(Order).decode
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_decode_answer = msgspec.msgpack.Decoder(Answer | StorePut | StoreAsk).decode
 
 
 class Orders:
@@ -126,13 +128,14 @@ class Orders:
 
 
 class Answers:
-    """The command's end."""
+    """The command's end; also where the ranks meet to build communicators."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.set_hwm(0)
         self._socket.bind(address)
+        self._meeting = MeetingPlace()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
@@ -149,7 +152,12 @@ class Answers:
         found: dict[str, Answer] = {}
         while self._socket.poll(0):
             sender, data = self._socket.recv_multipart()
-            found[sender.decode()] = _decode_answer(data)
+            message = _decode_answer(data)
+            if isinstance(message, StorePut | StoreAsk):
+                for peer, answer in self._meeting.handle(sender, message):
+                    self._socket.send_multipart([peer, encode(answer)])
+            else:
+                found[sender.decode()] = message
         return found
 
     def close(self) -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 
 import torch
 
 from engine.comm.channel import Transport
 from engine.comm.collectives import TensorParallel
 from engine.comm.primitives import Peer
-from engine.comm.process_group import Meeting, ProcessGroupTransport
+from engine.comm.process_group import ProcessGroupTransport
 from engine.comm.shm import ShmTransport
 from engine.device.base import Device
 from engine.device.cpu import Cpu
 from engine.errors import RunError
+from engine.topology.ranks import RankId
 from engine.worker.spec import RankSpec
+from engine.worker.store import ControlMeeting
 
 
 def peers_of(spec: RankSpec, windows: Sequence[int]) -> list[Peer]:
@@ -47,13 +48,15 @@ def team_of(spec: RankSpec, device: Device) -> TensorParallel:
     if shard.size == 1:
         return TensorParallel.solo()
     meeting = _meeting(spec)
-    store = meeting.store(f"group-{spec.id.rank // shard.size}.{spec.id.incarnation}")
+    first = spec.id.rank - shard.member
+    members = (RankId("attention", first + m, spec.id.incarnation) for m in range(shard.size))
     try:
+        store = meeting.store(*members)
         group = device.process_group(store, shard.member, shard.size, meeting.timeout)
     except RuntimeError as error:
         raise RunError(f"{spec.id} cannot meet the other members of its group: {error}") from None
     return TensorParallel(group, shard.member, shard.size)
 
 
-def _meeting(spec: RankSpec) -> Meeting:
-    return Meeting(Path(spec.meeting), spec.connect_timeout_s)
+def _meeting(spec: RankSpec) -> ControlMeeting:
+    return ControlMeeting(spec.controller, spec.connect_timeout_s)

@@ -25,8 +25,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     shard: which member of its group an attention rank is; for an expert rank, only the size of
     groups counts. turns: where each member of the group hears whose turn it is. environment: to be
-    set before the device is opened, its mask included. meeting: the folder where communicators
-    are agreed on.
+    set before the device is opened, its mask included.
     """
 
     id: RankId
@@ -36,7 +35,6 @@ class RankSpec(msgspec.Struct, frozen=True):
     bell: str
     peers: list[PeerSpec]
     experts: list[tuple[int, int]]
-    meeting: str
     threads: int = 1
     shard: Shard = Shard()
     turns: list[str] = []

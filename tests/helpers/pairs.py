@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import zmq
+from torch.distributed import FileStore
 
 from engine.comm.attention_side import AttentionSide
 from engine.comm.channel import Transport
 from engine.comm.expert_side import ExpertSide
 from engine.comm.layout import WindowShape
 from engine.comm.primitives import Arrival, Peer, WorkItem
-from engine.comm.process_group import Meeting, ProcessGroupTransport
+from engine.comm.process_group import ProcessGroupTransport
 from engine.comm.shm import ShmTransport
 from engine.comm.windows import create_windows
+from engine.control.meeting import communicator_name
 from engine.topology.ranks import RankId
 from helpers.hccl_double import NpuDouble
 
 WAIT_MS = 20_000  # a test that waits this long has failed
+
+
+class FileMeeting:
+    """Ranks of one machine meet in a folder."""
+
+    timeout = timedelta(seconds=20)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def store(self, *lives: RankId) -> FileStore:
+        store = FileStore(str(self._folder / communicator_name(*lives)), -1)
+        store.set_timeout(self.timeout)
+        return store
 
 
 class Pairs:
@@ -72,7 +89,7 @@ class Pairs:
         if self.transport == "shm":
             return ShmTransport(self.dtype)
         carrier = NpuDouble() if self.transport == "hccl" else None
-        return ProcessGroupTransport(me, self.dtype, Meeting(self.meeting, timeout_s=20), carrier)
+        return ProcessGroupTransport(me, self.dtype, FileMeeting(self.meeting), carrier)
 
     def attention(self, group: int = 0, incarnation: int = 0) -> AttentionSide:
         me = RankId("attention", group, incarnation)
