@@ -7,12 +7,14 @@ would not.
 
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from engine.curve import Gatekeeper, Keys, secure_client, secure_server
 from engine.errors import RunError
 from engine.topology.ranks import RankId, Role
 
@@ -72,26 +74,44 @@ class Bell(msgspec.Struct, frozen=True):
         return Bell(Kind(kind), sender, receiver, batch, lane, layer, tile, n, p)
 
 
+@dataclass(frozen=True)
+class Ear:
+    """Where a rank listens. fd: a socket that is bound there already, and is taken over.
+
+    keys: only who has them is heard; gatekeeper: of the same context, logs who is not.
+    """
+
+    address: str
+    fd: int | None = None
+    keys: Keys | None = None
+    gatekeeper: Gatekeeper | None = None
+
+
 class BellBox:
-    """Where one rank hears its bells. Bound to an ipc address; `socket` is for a poller.
+    """Where one rank hears its bells. `socket` is for a poller.
 
     Bells for another incarnation of this rank, or from another than the current incarnation of
     their sender, are dropped and counted in `dropped`.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], me: RankId, address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], me: RankId, ear: Ear) -> None:
         self.dropped = 0
         self._me = me
-        self._address = address
+        self._address = ear.address
         self._lives: dict[tuple[Role, int], int] = {}
         self.socket = context.socket(zmq.PULL)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.RCVHWM, 0)
+        secure_server(self.socket, ear.keys)
+        if ear.gatekeeper is not None:
+            ear.gatekeeper.watch(self.socket)
+        if ear.fd is not None:
+            self.socket.set(zmq.USE_FD, ear.fd)
         try:
-            self.socket.bind(address)
+            self.socket.bind(ear.address)
         except zmq.ZMQError as error:
             self.socket.close()
-            raise RunError(f"{me} cannot listen at {address}: {error.strerror}") from error
+            raise RunError(f"{me} cannot listen at {ear.address}: {error.strerror}") from error
 
     def expect(self, peers: Iterable[RankId]) -> None:
         """Hear these from now on; each replaces an earlier life of the same rank."""
@@ -123,12 +143,19 @@ class BellBox:
 class BellRinger:
     """Rings one peer. Never blocks: bells queue up while the peer is not there (yet)."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peer: RankId, address: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        peer: RankId,
+        address: str,
+        keys: Keys | None = None,
+    ) -> None:
         self.peer = peer
         self._socket = context.socket(zmq.PUSH)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        secure_client(self._socket, keys)
         self._socket.connect(address)
 
     def ring(self, bell: Bell) -> None:

@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from engine.comm.channel import Channel, Transport
-from engine.comm.doorbell import Bell, BellBox, BellRinger, Kind
+from engine.comm.doorbell import Bell, BellBox, BellRinger, Ear, Kind
 from engine.comm.primitives import Arrival, Peer, WorkItem, by_rank
 from engine.errors import RunError
 from engine.topology.ranks import RankId
@@ -23,7 +23,7 @@ Use = TypeVar("Use")
 class Endpoint(Generic[Use]):
     """A box to hear bells in; for each peer a channel, a ringer, and what each lane is in use for.
 
-    me, address: this rank, and where it listens (`ipc:///...`, at most 107 bytes of path).
+    me, ear: this rank, and where it listens (`ipc:///...`, at most 107 bytes of path, or tcp).
     transport: how payload travels; closed along with the endpoint. dtype: the payload's. layers: a
     bell for a layer beyond is an error. members: ranks to an attention group. context: shared with
     the caller's other sockets; by default one of its own. Build it after the last fork.
@@ -32,7 +32,7 @@ class Endpoint(Generic[Use]):
     def __init__(
         self,
         me: RankId,
-        address: str,
+        ear: Ear,
         peers: Sequence[Peer],
         transport: Transport,
         dtype: torch.dtype,
@@ -41,6 +41,7 @@ class Endpoint(Generic[Use]):
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self.me = me
+        self._keys = ear.keys
         self._dtype = dtype
         self._layers = layers
         self._members = members
@@ -54,7 +55,7 @@ class Endpoint(Generic[Use]):
         self._kept: list[Bell] = []  # came during warm_up and wait for the next drain
         self._box: BellBox | None = None
         try:
-            self._box = BellBox(self._context, me, address)
+            self._box = BellBox(self._context, me, ear)
             for peer in by_rank(peers).values():
                 self._connect(peer)
         except BaseException:
@@ -89,7 +90,7 @@ class Endpoint(Generic[Use]):
             self._channels[rank].close()
             self._kept = [bell for bell in self._kept if bell.sender.rank != rank]
         self._channels[rank] = channel
-        self._ringers[rank] = BellRinger(self._context, peer.id, peer.bell)
+        self._ringers[rank] = BellRinger(self._context, peer.id, peer.bell, self._keys)
         self._open_box.expect([peer.id])
         self._unheard.add(rank)
         return [self._busy.pop(key) for key in sorted(self._busy) if key[0] == rank]

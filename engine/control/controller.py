@@ -48,6 +48,7 @@ from engine.control.messages import (
 )
 from engine.control.statistics import Statistics
 from engine.control.tracing import TraceCollector
+from engine.curve import Keys
 from engine.schedule.policy import AsapPolicy
 from engine.schedule.types import Assignment, Batch, Request
 from engine.topology.ranks import RankId
@@ -59,7 +60,9 @@ _LONG_LIFE_S = 60.0
 
 
 class ControllerSpec(msgspec.Struct, frozen=True):
-    """What the controller needs to know of its instance."""
+    """What the controller needs to know of its instance. remote: where ranks of other nodes come,
+    with `keys`.
+    """
 
     address: str
     agreement: Agreement
@@ -72,6 +75,8 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     stall_timeout_s: float = 60.0
     ttft_slo_s: float | None = None
     tensor_parallel: int = 1
+    remote: str | None = None
+    keys: Keys | None = None
 
 
 @dataclass(slots=True)

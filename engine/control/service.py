@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Mapping
 
 import msgspec
 import zmq
@@ -10,6 +11,7 @@ import zmq
 from engine.control.controller import Controller, ControllerSpec
 from engine.control.messages import Refused, decode, encode
 from engine.control.statistics import Statistics
+from engine.curve import Gatekeeper, secure_server
 from engine.schedule.policy import AsapPolicy
 
 log = logging.getLogger(__name__)
@@ -17,8 +19,14 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.5  # how often to look for stalls while anybody waits for anything
 
 
-def main(payload: bytes, _fds: list[int]) -> None:
-    """Runs a controller until it is killed. `payload` is a ControllerSpec in msgpack."""
+# Before the identities of peers of other nodes, so that none is taken for one of this node.
+_ELSEWHERE = b"elsewhere "
+
+
+def main(payload: bytes, fds: list[int]) -> None:
+    """Runs a controller until it is killed. `payload` is a ControllerSpec in msgpack; fds: with
+    several nodes, the socket that is bound at `spec.remote`.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s controller: %(message)s")
     spec = msgspec.msgpack.decode(payload, type=ControllerSpec)
     policy = AsapPolicy(
@@ -30,32 +38,51 @@ def main(payload: bytes, _fds: list[int]) -> None:
         max_wait_s=spec.max_wait_s,
     )
     controller = Controller(spec, policy, Statistics(spec.ttft_slo_s))
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.set_hwm(0)
-        socket.linger = 0
-        socket.bind(spec.address)
-        _serve(controller, socket)
+    with zmq.Context() as context, Gatekeeper(context, spec.keys, log) as gatekeeper:
+        sockets = {b"": _router(context)}
+        sockets[b""].bind(spec.address)
+        if spec.remote is not None:
+            remote = sockets[_ELSEWHERE] = _router(context)
+            secure_server(remote, spec.keys)
+            gatekeeper.watch(remote)
+            remote.set(zmq.USE_FD, fds[0])
+            remote.bind(spec.remote)
+        _serve(controller, sockets)
 
 
-def _serve(controller: Controller, socket: zmq.Socket[bytes]) -> None:
+def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.ROUTER)
+    socket.set_hwm(0)
+    socket.linger = 0
+    return socket
+
+
+def _serve(controller: Controller, sockets: Mapping[bytes, zmq.Socket[bytes]]) -> None:
+    """sockets: by the prefix that their peers have here."""
+    poller = zmq.Poller()
+    for socket in sockets.values():
+        poller.register(socket, zmq.POLLIN)
     while True:
         now = time.monotonic()
         wake_at = controller.schedule(now)
         while controller.outbox:
             peer, message = controller.outbox.popleft()
-            socket.send_multipart([peer, encode(message)])
+            prefix = _ELSEWHERE if peer.startswith(_ELSEWHERE) else b""
+            sockets[prefix].send_multipart([peer.removeprefix(prefix), encode(message)])
         if controller.busy:
             wake_at = min(wake_at or math.inf, now + _TICK_S)
-        socket.poll(None if wake_at is None else _milliseconds_until(wake_at))
-        while socket.poll(0):
-            peer, data = socket.recv_multipart()
-            try:
-                message = decode(data)
-            except msgspec.DecodeError as error:
-                log.warning("refused a message from %r: %s", peer, error)
-                controller.outbox.append((peer, Refused(f"not a message: {error}")))
-                continue
-            controller.handle(peer, message, time.monotonic())
+        poller.poll(None if wake_at is None else _milliseconds_until(wake_at))
+        for prefix, socket in sockets.items():
+            while socket.poll(0):
+                identity, data = socket.recv_multipart()
+                peer = prefix + identity
+                try:
+                    message = decode(data)
+                except msgspec.DecodeError as error:
+                    log.warning("refused a message from %r: %s", peer, error)
+                    controller.outbox.append((peer, Refused(f"not a message: {error}")))
+                    continue
+                controller.handle(peer, message, time.monotonic())
 
 
 def _milliseconds_until(deadline: float) -> int:

@@ -23,12 +23,14 @@ MODULES: dict[str, str] = {
 class Device(ABC):
     """Streams and events are opaque; a device without streams has None for both.
 
-    torch: where tensors go. backend: the process groups that carry tensors of this device.
+    torch: where tensors go. backend: the process groups that carry tensors of this device. address:
+    this machine's own, as the other ranks reach it.
     """
 
     kind: ClassVar[Kind]
     backend: ClassVar[str]
     torch: torch.device
+    address: str = "127.0.0.1"
 
     def new_stream(self) -> Any | None:
         """A stream beside the current one; None: this device has none."""

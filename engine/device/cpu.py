@@ -19,8 +19,9 @@ class Cpu(Device):
     kind: ClassVar[Kind] = "cpu"
     backend: ClassVar[str] = "gloo"
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.torch = torch.device("cpu")
+        self.address = address
 
     def name(self) -> str:
         return platform.processor() or platform.machine()
@@ -30,7 +31,7 @@ class Cpu(Device):
         return memory.available, memory.total
 
     def process_group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return gloo(store, rank, size, timeout)
+        return gloo(store, rank, size, timeout, self.address)
 
 
 def gloo(

@@ -20,7 +20,7 @@ from engine.model.config import load_config
 from engine.selftest.messages import Here, Operators, Orders, TryOperators
 from engine.selftest.operators import try_operators
 from engine.selftest.traffic import Traffic
-from engine.worker.opening import close_windows, peers_of, transport_of
+from engine.worker.opening import close_windows, listening, peers_of, transport_of
 from engine.worker.spec import RankSpec
 
 Side = TypeVar("Side", AttentionSide, ExpertSide)
@@ -70,12 +70,12 @@ def opened(
     """The rank, and its endpoint as `engine.worker` opens it."""
     dtype = getattr(torch, spec.agreement.dtype)
     layers = load_config(Path(spec.model_dir)).layers
-    with zmq.Context() as context:
+    with zmq.Context() as context, listening(spec, context, windows) as ear:
         orders = Orders(context, spec.controller, spec.id)
         try:
             endpoint = kind(
                 spec.id,
-                spec.bell,
+                ear,
                 peers_of(spec, windows),
                 transport_of(spec, dtype, device),
                 dtype,

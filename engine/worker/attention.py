@@ -19,7 +19,7 @@ from engine.model.loading import load_attention
 from engine.worker.lane import Lane
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
-from engine.worker.opening import close_windows, peers_of, team_of, transport_of
+from engine.worker.opening import close_windows, listening, peers_of, team_of, transport_of
 from engine.worker.prompt import Prompt
 from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank
 from engine.worker.recorder import Recorder
@@ -154,14 +154,14 @@ def _run(
     agreement = spec.agreement
     dtype = getattr(torch, agreement.dtype)
     model_dir = Path(spec.model_dir)
-    with zmq.Context() as context:
+    with zmq.Context() as context, listening(spec, context, windows) as ear:
         link = ControlLink(context, spec)
         config = load_config(model_dir)
         # Before any pair connects: building two communicators at a time may block a device.
         team = team_of(spec, device)
         endpoint = AttentionSide(
             spec.id,
-            spec.bell,
+            ear,
             peers_of(spec, windows),
             transport_of(spec, dtype, device),
             dtype,

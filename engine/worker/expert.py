@@ -24,7 +24,7 @@ from engine.model.loading import load_experts
 from engine.schedule.order import RoundRobin
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
-from engine.worker.opening import close_windows, peers_of, transport_of
+from engine.worker.opening import close_windows, listening, peers_of, transport_of
 from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank
 from engine.worker.recorder import Recorder
 from engine.worker.spec import RankSpec
@@ -160,13 +160,13 @@ def _run(
     dtype = getattr(torch, spec.agreement.dtype)
     experts = range(*spec.experts[spec.id.rank])
     model_dir = Path(spec.model_dir)
-    with zmq.Context() as context:
+    with zmq.Context() as context, listening(spec, context, windows) as ear:
         link = ControlLink(context, spec)
         config = load_config(model_dir)
         transport = transport_of(spec, dtype, device)
         endpoint = ExpertSide(
             spec.id,
-            spec.bell,
+            ear,
             peers_of(spec, windows),
             transport,
             dtype,

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 
 import torch
+import zmq
 
 from engine.comm.channel import Transport
 from engine.comm.collectives import TensorParallel
+from engine.comm.doorbell import Ear
 from engine.comm.primitives import Peer
 from engine.comm.process_group import ProcessGroupTransport
 from engine.comm.shm import ShmTransport
+from engine.curve import Gatekeeper
 from engine.device.base import Device
 from engine.device.cpu import Cpu
 from engine.errors import RunError
 from engine.topology.ranks import RankId
 from engine.worker.spec import RankSpec
 from engine.worker.store import ControlMeeting
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def listening(
+    spec: RankSpec, context: zmq.Context[zmq.Socket[bytes]], fds: list[int]
+) -> Iterator[Ear]:
+    """Where the rank is to listen. Takes the socket, if there is one, out of `fds`."""
+    fd = fds.pop(0) if spec.listens else None
+    with Gatekeeper(context, spec.keys, log) as gatekeeper:
+        yield Ear(spec.bell, fd, spec.keys, gatekeeper)
 
 
 def peers_of(spec: RankSpec, windows: Sequence[int]) -> list[Peer]:
@@ -38,7 +55,7 @@ def transport_of(spec: RankSpec, dtype: torch.dtype, device: Device) -> Transpor
     """Payload lies in the device's memory only where the device's own backend carries it."""
     if spec.transport == "shm":
         return ShmTransport(dtype)
-    carrier = Cpu() if spec.transport == "gloo" else device
+    carrier = Cpu(spec.address) if spec.transport == "gloo" else device
     return ProcessGroupTransport(spec.id, dtype, _meeting(spec), carrier, spec.overlap)
 
 
@@ -59,4 +76,4 @@ def team_of(spec: RankSpec, device: Device) -> TensorParallel:
 
 
 def _meeting(spec: RankSpec) -> ControlMeeting:
-    return ControlMeeting(spec.controller, spec.connect_timeout_s)
+    return ControlMeeting(spec.controller, spec.connect_timeout_s, spec.keys)

@@ -27,6 +27,7 @@ from engine.control.messages import (
     decode,
     encode,
 )
+from engine.curve import secure_client
 from engine.device.base import Device, open_device
 from engine.errors import AsapError, RunError
 from engine.model.architecture import ModelConfig
@@ -53,6 +54,7 @@ class ControlLink:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.linger = 0
+        secure_client(self._socket, spec.keys)
         self._socket.connect(spec.controller)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -173,6 +175,7 @@ def run_rank(payload: bytes, fds: list[int], start: Start) -> None:
     try:
         with torch.inference_mode():
             device = open_device(spec.device)
+            device.address = spec.address
             start(spec, device, windows, Lifeline(lifeline), Meter(BlackBox(black_box)))
     except AsapError as error:
         print(error, flush=True)

@@ -6,6 +6,7 @@ import msgspec
 
 from engine.comm.layout import WindowShape
 from engine.control.messages import Agreement
+from engine.curve import Keys
 from engine.topology.ranks import RankId
 from engine.topology.shard import Shard
 
@@ -25,7 +26,9 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     shard: which member of its group an attention rank is; for an expert rank, only the size of
     groups counts. turns: where each member of the group hears whose turn it is. environment: to be
-    set before the device is opened, its mask included.
+    set before the device is opened, its mask included. listens: the first descriptor after the
+    black box is a socket that is bound at `bell`. keys: of a launch over several nodes. address: of
+    this node.
     """
 
     id: RankId
@@ -43,3 +46,6 @@ class RankSpec(msgspec.Struct, frozen=True):
     transport: Literal["shm", "gloo", "nccl", "hccl"] = "shm"
     overlap: bool = True
     connect_timeout_s: float = 300.0
+    listens: bool = False
+    keys: Keys | None = None
+    address: str = "127.0.0.1"

@@ -23,6 +23,7 @@ from engine.control.messages import (
     decode,
     encode,
 )
+from engine.curve import Keys, secure_client
 from engine.topology.ranks import RankId
 
 Connect = Callable[[], "zmq.Socket[bytes]"]
@@ -76,9 +77,10 @@ class ControlStore(Store):
 class ControlMeeting:
     """`engine.comm.process_group.Meeting` at the controller at `address`."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, keys: Keys | None = None) -> None:
         self.timeout = timedelta(seconds=timeout_s)
         self._address = address
+        self._keys = keys
 
     def store(self, *lives: RankId) -> Store:
         return ControlStore(self._connect, communicator_name(*lives), self.timeout)
@@ -86,6 +88,7 @@ class ControlMeeting:
     def _connect(self) -> zmq.Socket[bytes]:
         socket = _context().socket(zmq.DEALER)
         socket.linger = 0
+        secure_client(socket, self._keys)
         socket.connect(self._address)
         return socket
 

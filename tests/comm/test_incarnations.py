@@ -9,7 +9,7 @@ import torch
 import zmq
 
 from engine.comm.attention_side import AttentionSide
-from engine.comm.doorbell import Bell, BellBox, BellRinger, Kind
+from engine.comm.doorbell import Bell, BellBox, BellRinger, Ear, Kind
 from engine.comm.expert_side import ExpertSide
 from engine.comm.routing import plan_dispatch
 from engine.comm.shm import ShmTransport
@@ -41,7 +41,7 @@ def test_bells_of_other_lives_are_dropped_and_counted(make_pairs: MakePairs) -> 
     pairs = make_pairs()
     attention, expert = RankId("attention", 0, 1), RankId("expert", 0, 4)
     with zmq.Context() as context:
-        box = BellBox(context, expert, pairs.address(expert))
+        box = BellBox(context, expert, Ear(pairs.address(expert)))
         box.expect([attention])
         ringer = BellRinger(context, expert, pairs.address(expert))
         wrong = [
@@ -263,7 +263,7 @@ def test_an_address_that_cannot_be_bound(kind: Callable[..., object], tmp_path: 
     with pytest.raises(RunError, match=r"expert 0 cannot listen at ipc://.*xxx"):
         kind(
             RankId("expert", 0),
-            f"ipc://{tmp_path}/{'x' * 120}",
+            Ear(f"ipc://{tmp_path}/{'x' * 120}"),
             [],
             ShmTransport(torch.float32),
             torch.float32,

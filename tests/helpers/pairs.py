@@ -13,6 +13,7 @@ from torch.distributed import FileStore
 
 from engine.comm.attention_side import AttentionSide
 from engine.comm.channel import Transport
+from engine.comm.doorbell import Ear
 from engine.comm.expert_side import ExpertSide
 from engine.comm.layout import WindowShape
 from engine.comm.primitives import Arrival, Peer, WorkItem
@@ -97,7 +98,13 @@ class Pairs:
             self.peer(RankId("expert", expert), group, expert) for expert in range(len(self.shapes))
         ]
         made = AttentionSide(
-            me, self.address(me), peers, self.carrier(me), self.dtype, self.layers, self.members
+            me,
+            Ear(self.address(me)),
+            peers,
+            self.carrier(me),
+            self.dtype,
+            self.layers,
+            self.members,
         )
         self.endpoints.append(made)
         return made
@@ -106,7 +113,13 @@ class Pairs:
         me = RankId("expert", expert, incarnation)
         peers = [self.peer(RankId("attention", group), group, expert) for group in self.groups]
         made = ExpertSide(
-            me, self.address(me), peers, self.carrier(me), self.dtype, self.layers, self.members
+            me,
+            Ear(self.address(me)),
+            peers,
+            self.carrier(me),
+            self.dtype,
+            self.layers,
+            self.members,
         )
         self.endpoints.append(made)
         return made

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from rich.pretty import pretty_repr
 
-from engine.control.curve import (
+from engine.curve import (
     Gatekeeper,
     Handshakes,
     Keys,
