@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from engine.api.types import RequestError
 from engine.serve.front import Front
 from engine.serve.gate import Gate, on_http_exception, on_request_error
+from engine.serve.health import health_of, takes_prompts
 from engine.serve.kv_store import KvStore
 from engine.serve.open_file import OpenFileResponse
 from engine.serve.reply import json_response
@@ -92,18 +93,16 @@ async def delete_kv(request: Request, kv_id: str) -> Response:
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
-    """Whether it makes progress. 503 with what is wrong when it does not."""
-    snapshot = await _front(request).snapshot()
-    problems = ["the controller does not answer"] if snapshot is None else snapshot.problems
-    status = "unhealthy" if problems else "ok"
-    return json_response({"status": status, "problems": problems}, 503 if problems else 200)
+    """Whether it makes progress. 503 with what is wrong when no instance does."""
+    status, problems = health_of(await _front(request).snapshots())
+    code = 503 if status == "unhealthy" else 200
+    return json_response({"status": status, "problems": problems}, code)
 
 
 @router.api_route("/ready", methods=["GET", "HEAD"])
 async def ready(request: Request) -> Response:
-    """Whether to send prompts here: loaded, and not about to end."""
-    snapshot = await _front(request).snapshot()
-    takes = snapshot is not None and snapshot.ready and not snapshot.quitting
+    """Whether to send prompts here: an instance is loaded, and not about to end."""
+    takes = any(map(takes_prompts, await _front(request).snapshots()))
     return json_response({"ready": takes}, 200 if takes else 503)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -20,10 +21,11 @@ from engine.api.types import Kind, Origin, Prompt, RequestError
 from engine.control.messages import PrefillRequest, PrefillResult, Snapshot
 from engine.serve.body import left, read_body
 from engine.serve.budget import Budget, Share
-from engine.serve.engine_client import EngineClient
+from engine.serve.fleet import Fleet
 from engine.serve.kv_store import KvStore
 from engine.serve.kv_transfer import transfer_params
 from engine.serve.metrics import Metrics
+from engine.serve.notices import listening
 from engine.serve.reply import json_response
 from engine.serve.requests import Asked, parse_request
 from engine.serve.spec import HttpSpec
@@ -45,13 +47,16 @@ _SWEEP_S = 10.0
 class Front:
     """The state of the HTTP process."""
 
-    def __init__(self, spec: HttpSpec, tokenizer: Tokenizer) -> None:
-        """Raises OSError when the KV folder cannot be made."""
+    def __init__(
+        self, spec: HttpSpec, tokenizer: Tokenizer, link: socket.socket | None = None
+    ) -> None:
+        """link: brings the supervisor's notices. Raises OSError: the KV folder cannot be made."""
         self.spec = spec
         self.tokenizer = tokenizer
-        self.metrics = Metrics(spec.max_queue)
+        self.metrics = Metrics(spec.max_queue, instances=len(spec.addresses))
         self.kv = KvStore(spec.kv) if spec.kv is not None else None
-        self.engine = EngineClient(spec.controller)
+        self.fleet = Fleet(spec.addresses, spec.cost)
+        self._link = link
         self._places = Budget(spec.max_queue, "prompts")
         self._bytes = Budget(_BODIES * spec.max_body_bytes, "bytes of requests")
         self._pool = ThreadPoolExecutor(_THREADS, "work")
@@ -66,10 +71,11 @@ class Front:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self.engine:
+        async with self.fleet:
             janitor = asyncio.create_task(self._sweep())
             try:
-                yield
+                with listening(self._link, self.fleet.notice):
+                    yield
             finally:
                 janitor.cancel()
                 self._pool.shutdown(wait=False)
@@ -86,8 +92,9 @@ class Front:
     async def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def snapshot(self) -> Snapshot | None:
-        return await self.engine.snapshot(_SNAPSHOT_S)
+    async def snapshots(self) -> list[Snapshot | None]:
+        """How each instance stands; None for those that do not say so."""
+        return await self.fleet.snapshots(_SNAPSHOT_S)
 
     async def read(self, request: Request, room: Share) -> bytes:
         return await read_body(request, self.spec.max_body_bytes, self.spec.body_timeout_s, room)
@@ -102,7 +109,8 @@ class Front:
             files = await self.in_thread(self.kv.files)
             self.metrics.kv_files.set(len(files))
             self.metrics.kv_bytes.set(sum(file.bytes for file in files))
-        return self.metrics.text(await self.snapshot())
+        work = [member.work for member in self.fleet.members]
+        return self.metrics.text(await self.snapshots(), work)
 
     async def answer(self, request: Request, kind: Kind) -> Response:
         """One prefill request, from its body to its answer. Raises RequestError, ClientDisconnect.
@@ -157,7 +165,7 @@ class Front:
     ) -> Response:
         """abandoned: called when the client left and nobody works for it any more."""
         wanted = [_engine_request(prompt, kv_path) for prompt in asked.prompts]
-        results = await _unless_left(request, self.engine.prefill(wanted, abandoned))
+        results = await _unless_left(request, self.fleet.prefill(wanted, abandoned))
         for result in results:
             if result.refused:
                 raise RequestError("the instance is stopping", code="stopping", status=503)

@@ -24,12 +24,15 @@ _END_S = 5
 
 
 def main(payload: bytes, fds: list[int]) -> None:
-    """Serves HTTP until it is ended. payload: an HttpSpec in msgpack; fds: the bound socket."""
+    """Serves HTTP until it is ended. payload: an HttpSpec in msgpack; fds: the bound
+    socket, and where there is one that on which the supervisor sends `engine.serve.notices`.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s http %(message)s")
     spec = msgspec.msgpack.decode(payload, type=HttpSpec)
     _raise_file_limit()
+    link = socket.socket(fileno=fds[1]) if len(fds) > 1 else None
     try:
-        front = Front(spec, load_tokenizer(Path(spec.model_dir)))
+        front = Front(spec, load_tokenizer(Path(spec.model_dir)), link)
     except UsageError as error:
         sys.exit(str(error))
     except OSError as error:

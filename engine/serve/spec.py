@@ -6,9 +6,11 @@ import msgspec
 
 from engine.echo import is_utf8
 from engine.errors import UsageError
+from engine.schedule.cost import PromptCost
 
 if TYPE_CHECKING:
     from engine.launch.plan import Plan
+    from engine.model.architecture import ModelConfig
 
 
 class KvFolder(msgspec.Struct, frozen=True):
@@ -21,7 +23,8 @@ class KvFolder(msgspec.Struct, frozen=True):
 
 
 class HttpSpec(msgspec.Struct, frozen=True):
-    """model: the name that clients use. controller: its address, known once the instance starts.
+    """model: the name that clients use. controllers: of each instance, their addresses, known once
+    they start; controller: of the only one. cost: what prompts are weighed by.
 
     host, port: where the listening socket is bound. max_queue: most prompts at a time, waiting or
     running. body_timeout_s: how long a client may take to send the headers, and then the body.
@@ -35,6 +38,8 @@ class HttpSpec(msgspec.Struct, frozen=True):
     fingerprint: str
     instance: str = ""
     controller: str = ""
+    controllers: list[str] = []
+    cost: PromptCost = PromptCost()
     host: str = "127.0.0.1"
     port: int = 0
     api_key: str | None = None
@@ -43,12 +48,17 @@ class HttpSpec(msgspec.Struct, frozen=True):
     body_timeout_s: float = 30.0
     kv: KvFolder | None = None
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of all controllers."""
+        return self.controllers or [self.controller]
+
 
 def http_spec(plan: "Plan", *, host: str, port: int, api_key: str | None) -> HttpSpec:
     """The specification for `plan`, by its topology's [serve] section.
 
     Where KV caches can be asked for, the plan must be one with `keep_kv`. `instance` and
-    `controller` stay empty for whoever starts the instance.
+    `controllers` stay empty for whoever starts the instances.
     """
     serve = plan.topology.serve
     return HttpSpec(
@@ -58,6 +68,7 @@ def http_spec(plan: "Plan", *, host: str, port: int, api_key: str | None) -> Htt
         max_model_len=plan.max_model_len,
         eos_token_ids=list(plan.config.eos_token_ids),
         fingerprint=f"fp_{plan.model_hash[:8]}_{plan.dtype}",
+        cost=prompt_cost(plan.config),
         host=host,
         port=port,
         api_key=api_key,
@@ -66,6 +77,14 @@ def http_spec(plan: "Plan", *, host: str, port: int, api_key: str | None) -> Htt
         body_timeout_s=serve.body_timeout_s,
         kv=_kv_folder(plan),
     )
+
+
+def prompt_cost(config: "ModelConfig") -> PromptCost:
+    """By the operations that the model's sizes say."""
+    from engine.model.work import prefill_flops
+
+    token, pair = prefill_flops(config)
+    return PromptCost(pair / token, config.window)
 
 
 def _kv_folder(plan: "Plan") -> KvFolder | None:

@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from engine.api.tokenizer import Tokenizer
+from engine.comm.packets import packet_pair, send_packet
 from engine.control.messages import (
     Cancel,
     Message,
@@ -29,6 +30,8 @@ from engine.control.messages import (
 )
 from engine.serve.front import Front
 from engine.serve.http import make_server
+from engine.serve.notices import Notice
+from engine.serve.notices import encode as encode_notice
 from engine.serve.spec import HttpSpec
 from engine.topology.ranks import RankId
 from helpers.offline import EOS, FINGERPRINT, VOCABULARY, FakeEngine, byte_tokenizer
@@ -67,6 +70,7 @@ class FakeController:
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._socket.bind(address)
+        self.asleep = False  # takes and says nothing, as a process that is stopped
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -91,10 +95,10 @@ class FakeController:
         self._context.term()
 
     def _serve(self) -> None:
-        while not self._ended.is_set():
+        while not self._ended.wait(0.01 if self.asleep else 0):
             while not self._orders.empty():
                 self._orders.get()()
-            if self._socket.poll(5):
+            if not self.asleep and self._socket.poll(5):
                 peer, data = self._socket.recv_multipart()
                 self._take(peer, decode(data))
 
@@ -134,15 +138,27 @@ class FakeController:
 class Server:
     """url: where it listens; port. client: without a key, for one test."""
 
-    def __init__(self, port: int, controller: FakeController, front: Front) -> None:
+    def __init__(
+        self,
+        port: int,
+        controllers: Sequence[FakeController],
+        front: Front,
+        supervisor: socket.socket,
+    ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self.controller = controller
+        self.controllers = controllers
+        self.controller = controllers[0]
         self.front = front
+        self._supervisor = supervisor
         self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
+
+    def notify(self, notice: Notice) -> None:
+        """What the supervisor would say."""
+        send_packet(self._supervisor, encode_notice(notice))
 
     def raw(self, data: bytes) -> socket.socket:
         """A connection that has sent `data`."""
@@ -160,26 +176,33 @@ def spec(**changes: Any) -> HttpSpec:
 
 
 @contextmanager
-def served(folder: Path, tokenizer: Tokenizer | None = None, **changes: Any) -> Iterator[Server]:
-    """A server whose controller's socket lies in `folder`; `changes` to the HttpSpec."""
-    address = f"ipc://{folder}/control"
-    controller = FakeController(address)
+def served(
+    folder: Path, tokenizer: Tokenizer | None = None, instances: int = 1, **changes: Any
+) -> Iterator[Server]:
+    """A server whose controllers' sockets lie in `folder`; `changes` to the HttpSpec."""
+    addresses = [f"ipc://{folder}/control-{index}" for index in range(instances)]
+    controllers = [FakeController(address) for address in addresses]
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    front = Front(spec(controller=address, port=port, **changes), tokenizer or byte_tokenizer())
+    link, supervisor = packet_pair()
+    front = Front(
+        spec(controllers=addresses, port=port, **changes), tokenizer or byte_tokenizer(), link
+    )
     server = make_server(front)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
         wait_until(lambda: server.started, "the server starts")
-        test = Server(port, controller, front)
+        test = Server(port, controllers, front, supervisor)
         with test.client:
             yield test
     finally:
         server.should_exit = True
         thread.join()
-        listener.close()
-        controller.close()
+        for end in (listener, link, supervisor):
+            end.close()
+        for controller in controllers:
+            controller.close()
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:

@@ -109,7 +109,7 @@ def test_answers_to_who_left_and_to_nobody_harm_nothing(server: Server) -> None:
     server.controller.say(Results([PrefillResult(12345, 1)]))
     server.controller.release()
     assert_serves(server)
-    wait_until(lambda: not server.front.engine._results, "nothing is waited for")
+    wait_until(lambda: not server.front.fleet.members[0].jobs, "nothing is waited for")
 
 
 def test_a_refusal_by_the_controller_fails_what_waits(server: Server) -> None:

@@ -30,7 +30,7 @@ SNAPSHOT = Snapshot(
 
 
 def test_the_instance() -> None:
-    found = samples(Metrics(7).text(SNAPSHOT))
+    found = samples(Metrics(7).text([SNAPSHOT], [0]))
     assert found["asapctl_up",] == 1
     assert found["asapctl_prompts_waiting",] == 1
     assert found["asapctl_prompts_running",] == 2
@@ -41,7 +41,7 @@ def test_the_instance() -> None:
 
 
 def test_ranks_sum_to_the_totals() -> None:
-    found = samples(Metrics(7).text(SNAPSHOT))
+    found = samples(Metrics(7).text([SNAPSHOT], [0]))
     per_rank = {key[1:]: v for key, v in found.items() if key[0] == "asapctl_rank_tokens_total"}
     assert per_rank == {("0", "attention"): 30, ("1", "attention"): 40, ("0", "expert"): 140}
     of_attention = sum(value for (_, role), value in per_rank.items() if role == "attention")
@@ -49,7 +49,7 @@ def test_ranks_sum_to_the_totals() -> None:
 
 
 def test_how_ranks_are() -> None:
-    found = samples(Metrics(7).text(SNAPSHOT))
+    found = samples(Metrics(7).text([SNAPSHOT], [0]))
     assert found["asapctl_rank_up", "0", "attention"] == 1
     assert found["asapctl_rank_up", "1", "attention"] == 0
     assert found["asapctl_rank_stalled", "0", "expert"] == 1
@@ -61,7 +61,7 @@ def test_how_ranks_are() -> None:
 def test_without_a_controller() -> None:
     metrics = Metrics(7)
     metrics.ttft.observe(0.3)
-    found = samples(metrics.text(None))
+    found = samples(metrics.text([None], [0]))
     assert found["asapctl_up",] == 0
     assert ("asapctl_ready",) not in found
     assert found["asapctl_ttft_seconds_bucket", "0.25"] == 0
