@@ -4,6 +4,7 @@ They share files and processes, as nothing that is tested looks at those of anot
 address: what one of them reaches at another has gone through the network.
 """
 
+import ctypes
 import re
 import shutil
 import signal
@@ -51,6 +52,18 @@ class Host:
 
     def popen(self, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         return subprocess.Popen(self.command(arguments), **options)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The sockets that this thread opens inside, and threads that it starts, are this host's;
+        of the processes that it starts, none may be meant for elsewhere.
+        """
+        with Path("/proc/thread-self/ns/net").open() as own, (_FOLDER / self.name).open() as there:
+            _set_namespace(there.fileno())
+            try:
+                yield
+            finally:
+                _set_namespace(own.fileno())
 
     def processes(self) -> list[psutil.Process]:
         return _inside(self.name)
@@ -114,6 +127,12 @@ def _inside(name: str) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             found.append(psutil.Process(int(pid)))
     return found
+
+
+def _set_namespace(descriptor: int) -> None:
+    """Moves the calling thread; os.setns needs Python 3.12."""
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _ip(*arguments: str) -> str:

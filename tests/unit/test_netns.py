@@ -1,6 +1,7 @@
 """The hosts that tests of several nodes run on."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,12 @@ def test_hosts_reach_each_other_and_nobody_elses_loopback(pair: list[Host]) -> N
     assert heard(near, far.address) == "hello"
     if far.address6 is not None:
         assert heard(near, far.address6) == "hello"
+
+    here = Path(f"/proc/{os.getppid()}/ns/net")
+    with near.entered(), socket.create_connection((far.address, 4000), 5) as connection:
+        assert connection.recv(9) == b"hello"
+        assert not here.samefile("/proc/thread-self/ns/net")
+    assert here.samefile("/proc/thread-self/ns/net")
 
     far.cut()
     assert heard(near, far.address) == ""
