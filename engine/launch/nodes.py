@@ -97,6 +97,21 @@ def find_place(
     return NodeOptions(nnodes=count, node_rank=rank, host=host, port=port)
 
 
+def stated_nodes(
+    nnodes: str | None, rdzv_endpoint: str | None, environ: Mapping[str, str] = os.environ
+) -> NodeOptions:
+    """The number of nodes, and where node 0 is if that is said: to show, and not to start anything.
+    Raises UsageError.
+    """
+    problems: list[str] = []
+    found = _Sources(environ, problems)
+    count = found.count(nnodes)
+    host, port = found.endpoint(rdzv_endpoint, needed=False) if count > 1 else ("", 0)
+    if problems:
+        raise UsageError("\n".join(problems))
+    return NodeOptions(nnodes=count, host=host, port=port)
+
+
 def own_address(host: str, port: int) -> str:
     """This machine's address on the way to `host`, as others on that way reach it. Nothing is sent.
 
@@ -176,7 +191,7 @@ class _Sources:
             return int(text)
         return 0
 
-    def endpoint(self, flag: str | None) -> tuple[str, int]:
+    def endpoint(self, flag: str | None, needed: bool = True) -> tuple[str, int]:
         try:
             where, text = self._first(
                 ("--rdzv-endpoint", flag), self._torchrun("RDZV_ENDPOINT"), self._master()
@@ -186,10 +201,11 @@ class _Sources:
             where, text = self._first(*self._slurms("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
             if text is not None:
                 return first_host(text, where), DEFAULT_PORT
-            self._problems.append(
-                "where is node 0? Give --rdzv-endpoint HOST:PORT, an address of node 0 and a port "
-                "that is free there, the same on every node"
-            )
+            if needed:
+                raise UsageError(
+                    "where is node 0? Give --rdzv-endpoint HOST:PORT, an address of node 0 and a "
+                    "port that is free there, the same on every node"
+                )
         except UsageError as error:
             self._problems.append(str(error))
         return "", 0
