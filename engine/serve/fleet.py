@@ -175,6 +175,7 @@ class Fleet:
                     member.client.open(self._context)
                 member.gone = member.silent = False
                 member.unanswered = 0
+                member.client.send(Watch())
                 log.info("instance %d is back", member.index)
 
     def _choose(self, job: _Job) -> Member | None:

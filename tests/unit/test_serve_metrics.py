@@ -66,3 +66,41 @@ def test_without_a_controller() -> None:
     assert ("asapctl_ready",) not in found
     assert found["asapctl_ttft_seconds_bucket", "0.25"] == 0
     assert found["asapctl_ttft_seconds_bucket", "0.5"] == 1
+
+
+def test_several_instances_and_their_sums() -> None:
+    metrics = Metrics(7, instances=3)
+    other = Snapshot(
+        ready=False, waiting=3, running=0, finished=2, failed=0, prompt_tokens=9,
+        ranks=[rank("expert", 0, tokens=11)],
+    )  # fmt: skip
+    found = samples(metrics.text([SNAPSHOT, other, None], [30, 1200, 0]))
+    assert [found["asapctl_instance_up", i] for i in "012"] == [1, 1, 0]
+    assert [found["asapctl_instance_ready", i] for i in "01"] == [1, 0]
+    assert ("asapctl_instance_ready", "2") not in found
+    assert [found["asapctl_instance_predicted_work", i] for i in "012"] == [30, 1200, 0]
+    assert (found["asapctl_up",], found["asapctl_ready",]) == (1, 1)
+    assert found["asapctl_problems",] == 2  # one that is said, and one that says nothing
+    for name in ("prompts_waiting", "prompts_running"):
+        parts = [found[f"asapctl_instance_{name}", i] for i in "01"]
+        assert found[f"asapctl_{name}",] == sum(parts)
+    assert found["asapctl_prompt_tokens_total",] == 79
+    assert found["asapctl_rank_tokens_total", "0", "0", "expert"] == 140
+    assert found["asapctl_rank_tokens_total", "1", "0", "expert"] == 11
+
+
+def test_sums_go_on_when_an_instance_is_lost_and_comes_back() -> None:
+    metrics = Metrics(7, instances=2)
+
+    def finished(*numbers: int | None) -> float:
+        of = [
+            None if n is None else Snapshot(True, 0, 0, finished=n, failed=0, ranks=[])
+            for n in numbers
+        ]
+        return samples(metrics.text(of, [0, 0]))["asapctl_prompts_finished_total",]
+
+    assert finished(5, 7) == 12
+    assert finished(None, 8) == 13
+    assert finished(0, 8) == 13  # it has been started again
+    assert finished(2, 9) == 16
+    assert finished(0, 9) == 16
