@@ -30,6 +30,12 @@ def check(
             help="As if this machine had the devices, and the memory, that the topology asks for.",
         ),
     ] = False,
+    nnodes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Plan for one of so many nodes.")
+    ] = 1,
+    node_rank: Annotated[
+        int, typer.Option(min=0, metavar="R", help="Which of the nodes this is.")
+    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as one JSON object.")
     ] = False,
@@ -37,17 +43,24 @@ def check(
     """Check a topology without starting anything.
 
     Prints the ranks, the experts that each holds and the memory that each needs. All problems are
-    reported at once, and then the exit code is 2. The configs of deepseek-v3 and qwen3-235b-a22b
-    come with asapctl, to plan with.
+    reported at once, and then the exit code is 2. With several nodes, memory and devices are one
+    node's. The configs of deepseek-v3 and qwen3-235b-a22b come with asapctl, to plan with.
 
     Example: asapctl check cpu-2a2e --model ~/models/Mixtral-8x7B --set schedule.lanes=3
 
     Example: asapctl check atlas-a3 --model qwen3-235b-a22b --assume-devices
     """
+    from engine.errors import UsageError
     from engine.kv.folder import check_folder
     from engine.launch.checks import Problems, plan_of
     from engine.launch.listen import host_problem
+    from engine.launch.resources import NodeView
 
+    if node_rank >= nnodes:
+        raise UsageError(
+            f"--node-rank {node_rank}: nodes are numbered from 0, so with --nnodes {nnodes} the "
+            f"last one is {nnodes - 1}"
+        )
     problems = Problems()
     plan = None
     with problems.gathered():
@@ -62,6 +75,7 @@ def check(
             on_note=lambda note: typer.echo(note, err=True),
             only_to_look=True,
             assume_devices=assume_devices,
+            node=NodeView(nnodes, node_rank),
         )
     problems.raise_all()
     assert plan is not None
@@ -77,9 +91,10 @@ def check(
 def _print_json(plan: Plan, notes: list[str]) -> None:
     import json
 
-    from asapctl.check_view import device_name
+    from asapctl.check_view import device_name, homes_of
     from engine.echo import encodable
 
+    homes = homes_of(plan)
     schedule = plan.topology.schedule
     typer.echo(
         json.dumps(
@@ -99,12 +114,16 @@ def _print_json(plan: Plan, notes: list[str]) -> None:
                 "max_batch_tokens": schedule.max_batch_tokens,
                 "window_tokens": plan.window_tokens,
                 "transport": plan.transport,
+                "instances": plan.instances,
+                "nnodes": plan.nnodes,
+                "node_rank": plan.node_rank,
                 "environment": {name: encodable(text) for name, text in plan.environment.items()},
                 "ranks": [
                     {
                         "rank": str(rank.id),
                         "role": rank.id.role,
-                        "device": device_name(rank),
+                        "node": homes[rank.id],
+                        "device": device_name(rank) if homes[rank.id] == plan.node_rank else None,
                         "first_expert": rank.experts.start if rank.experts else None,
                         "experts": len(rank.experts),
                         "weights_bytes": rank.weights_bytes,
@@ -122,6 +141,10 @@ def _print_json(plan: Plan, notes: list[str]) -> None:
                     }
                     for rank in plan.ranks
                 ],
+                "here": [
+                    {"instance": instance, "rank": str(rank.id), "device": device_name(rank)}
+                    for instance, rank in plan.here
+                ],
                 "memory_needed_bytes": plan.memory_needed,
                 "memory_available_bytes": None if plan.assumed else plan.memory_available,
                 "config_only": plan.config_only,
@@ -135,7 +158,7 @@ def _print_json(plan: Plan, notes: list[str]) -> None:
 def _print(plan: Plan, notes: list[str]) -> None:
     from rich.console import Console
 
-    from asapctl.check_view import device_lines, rank_table
+    from asapctl.check_view import device_lines, elsewhere, node_lines, rank_table
     from engine.launch.budget import show_bytes
 
     def say(label: str, text: str) -> None:
@@ -158,11 +181,18 @@ def _print(plan: Plan, notes: list[str]) -> None:
         f"{schedule.max_batch_tokens} tokens",
     )
     say("windows", f"{plan.window_tokens} tokens a dispatch, {plan.transport}")
-    console.print(rank_table(plan.ranks))
+    for label, text in node_lines(plan):
+        say(label, text)
+    console.print(rank_table(plan.ranks, elsewhere(plan)))
     free = "not looked at here"
     if not plan.assumed:
         free = f"{plan.machine.memory_limit} has {show_bytes(plan.memory_available)} free"
-    say("memory", f"{show_bytes(plan.memory_needed)} with controller and zygote; {free}")
+    base = "controller and zygote"
+    if plan.node_rank > 0:
+        base = "zygote"
+    elif plan.instances > 1:
+        base = "controllers and zygote"
+    say("memory", f"{show_bytes(plan.memory_needed)} with {base}; {free}")
     for line in device_lines(plan):
         say("devices", line)
     for name, value in plan.environment.items():

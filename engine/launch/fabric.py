@@ -35,7 +35,11 @@ HCCL_BUFFERS = ("HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE")
 HCCL_BUFFER_MIB = 200
 _MIB = 1 << 20
 
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+INTERFACES = {
+    "gloo": "GLOO_SOCKET_IFNAME",
+    "nccl": "NCCL_SOCKET_IFNAME",
+    "hccl": "HCCL_SOCKET_IFNAME",
+}
 # What both ends of a communicator have to have alike.
 AGREED = {
     "hccl": (
@@ -109,20 +113,21 @@ def plan_environment(
     Raises UsageError for a value of the user's that HCCL would refuse, without free ports, and for
     an address that no interface has.
     """
-    backends = {transport, collectives}
+    backends = {transport, collectives} & INTERFACES.keys()
     plan = _Environment(environ)
-    if not backends & {"gloo", "nccl", "hccl"}:
+    if not backends:
         return {}, []
     if address is None:
         interface = _interface(up_interfaces() if interfaces is None else interfaces)
     else:
         there = interface_addresses() if addresses is None else addresses
-        interface = _interface_of(address, there, environ) if address else None
+        names = [name for backend, name in INTERFACES.items() if backend in backends]
+        interface = _interface_of(address, there, names, environ) if address else None
     family = "AF_INET6" if address and ":" in address else None
-    if "gloo" in backends and interface:
+    if "gloo" in backends and plan.own("GLOO_SOCKET_IFNAME") is None and interface:
         plan.plan("GLOO_SOCKET_IFNAME", interface)
     if "nccl" in backends:
-        if interface:
+        if plan.own("NCCL_SOCKET_IFNAME") is None and interface:
             plan.plan("NCCL_SOCKET_IFNAME", f"={interface}")
             if family:
                 plan.plan("NCCL_SOCKET_FAMILY", family)
@@ -130,7 +135,9 @@ def plan_environment(
         # stand in a queue behind a receive that waits for the peer's send.
         plan.plan("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "hccl" in backends:
-        if interface and plan.own("HCCL_IF_IP") is None:  # which goes before the interface
+        # An address of the user's goes before the interface.
+        named = plan.own("HCCL_IF_IP") or plan.own("HCCL_SOCKET_IFNAME")
+        if named is None and interface:
             plan.plan("HCCL_SOCKET_IFNAME", f"={interface}")
             if family:
                 plan.plan("HCCL_SOCKET_FAMILY", family)
@@ -191,17 +198,23 @@ def agreed(environment: Mapping[str, str], backends: Collection[str]) -> dict[st
 
 
 def _interface_of(
-    address: str, addresses: Mapping[str, Sequence[str]], environ: Mapping[str, str]
+    address: str,
+    addresses: Mapping[str, Sequence[str]],
+    names: Sequence[str],
+    environ: Mapping[str, str],
 ) -> str | None:
-    """The interface that has the address; None where the user has named one."""
+    """The interface that has the address; None where the user has named one. names: of the
+    variables that it is for.
+    """
     for name, own in addresses.items():
         if _ip(address) in map(_ip, own):
             return name
-    if any(environ.get(name) for name in INTERFACES):
+    missing = [name for name in names if not environ.get(name)]
+    if not missing:
         return None
     raise UsageError(
         f"no network interface here has this node's address, {plain(address)}; set "
-        f"{', '.join(INTERFACES[:-1])} or {INTERFACES[-1]} to the one that reaches the other nodes"
+        f"{' and '.join(missing)} to the one that reaches the other nodes"
     )
 
 

@@ -228,7 +228,11 @@ class Planner:
         try:
             return len(self.placement(groups, ranks).ranks_on(self._node_rank))
         except ValueError as error:
-            self.problems.append(f"{self.topology.source}: {error}")
+            named, nnodes = len(self.topology.nodes), self.node.nnodes
+            text = f"{self.topology.source}: {error}"
+            if named and named != max(1, nnodes // self.instances):
+                text += f"; run it with --nnodes {named * self.instances}, or change [[nodes]]"
+            self.problems.append(text)
             return 0
 
     @property

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from asapctl.check_view import rank_table
+from asapctl.check_view import rank_table, spans
 from asapctl.cli import app
 from engine.launch.accelerators import Slot
 from engine.launch.budget import RankPlan
@@ -88,3 +88,43 @@ def test_a_plan_of_devices_as_json(runtime: None) -> None:
     assert (last["device"], last["device_limit_bytes"]) == ("npu 31", 64 * 10**9)
     assert last["device_bytes"] + last["host_bytes"] == last["total_bytes"]
     assert last["communicators_bytes"] == 32 * 2 * 20 * 2**20
+
+
+def test_a_plan_of_one_node_of_several(runtime: None) -> None:
+    more = ["--nnodes", "4", "--node-rank", "3", "--set", "instances.count=2"]
+    result = CliRunner().invoke(app, [*PLAN, *more])
+    assert result.exit_code == 0, result.output
+    for words in (
+        "instances 2, of 32 ranks each; instance 1 on this node, in part",
+        "nodes     4; this is node 3, with expert 0-15",
+        "devices   instance 1 on npu 0-15",
+        "attention 15 node 2",
+        "expert 0     npu 0 ",
+        "with zygote;",
+        "16 for expert ranks",
+    ):
+        assert words in result.output
+    assert "for attention ranks" not in result.output
+    assert all(len(line) <= 80 for line in result.output.splitlines() if "expert 1" in line)
+
+
+def test_a_plan_of_one_node_of_several_as_json(runtime: None) -> None:
+    more = ["--nnodes", "4", "--node-rank", "2", "--set", "instances.count=2", "--json"]
+    plan = json.loads(CliRunner().invoke(app, [*PLAN, *more]).stdout)
+    assert (plan["instances"], plan["nnodes"], plan["node_rank"]) == (2, 4, 2)
+    assert [(rank["node"], rank["device"]) for rank in plan["ranks"][15:17]] == [
+        (2, "npu 15"),
+        (3, None),
+    ]
+    assert plan["here"][3] == {"instance": 1, "rank": "attention 3", "device": "npu 3"}
+    assert len(plan["here"]) == 16
+
+
+def test_a_node_that_there_is_not() -> None:
+    result = CliRunner().invoke(app, ["check", "cpu-2a2e", "--nnodes", "2", "--node-rank", "2"])
+    assert result.exit_code == 2
+    assert "with --nnodes 2 the last one is 1" in result.output
+
+
+def test_numbers_for_people() -> None:
+    assert [spans(each) for each in ([3], [0, 1, 2, 6, 8, 9], [])] == ["3", "0-2, 6, 8-9", ""]

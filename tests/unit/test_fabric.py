@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import UsageError
-from engine.launch.fabric import communicator_bytes, plan_environment
+from engine.launch.fabric import (
+    communicator_bytes,
+    interface_addresses,
+    plan_environment,
+    up_interfaces,
+)
 from engine.launch.ports import ephemeral_ports, free_range, parse_ports, ports_in_use
 
 MIB = 1 << 20
@@ -50,6 +55,41 @@ def test_gloo_alone_gets_an_interface_and_no_more() -> None:
     assert plan(transport="gloo") == ({"GLOO_SOCKET_IFNAME": "lo"}, [])
     assert plan(transport="gloo", interfaces=["eth1", "eth0"])[0] == {"GLOO_SOCKET_IFNAME": "eth0"}
     assert plan(transport="gloo", interfaces=[])[0] == {}
+
+
+def test_several_nodes_take_the_interface_of_their_address() -> None:
+    addresses = {
+        "lo": ["127.0.0.1"],
+        "ib0": ["10.1.0.1", "fd00::1", "fe80::2%ib0"],
+        "b": ["10.1.0.11"],
+    }
+    for address in ("10.1.0.1", "FD00:0:0::1", "fe80::2", "fe80::2%3"):
+        values, _ = plan(transport="gloo", address=address, addresses=addresses)
+        assert values == {"GLOO_SOCKET_IFNAME": "ib0"}
+    values, _ = plan(collectives="nccl", address="10.1.0.11", addresses=addresses)
+    assert (values["HCCL_SOCKET_IFNAME"], values["NCCL_SOCKET_IFNAME"]) == ("=b", "=b")
+    assert not any("FAMILY" in name for name in values)
+    values, _ = plan(collectives="nccl", address="fd00::1", addresses=addresses)
+    assert values["HCCL_SOCKET_FAMILY"] == values["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert plan(transport="gloo", address="", addresses=addresses) == ({}, [])
+    assert plan(transport="gloo")[0] == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_an_address_that_no_interface_has() -> None:
+    given = {"transport": "gloo", "address": "10.0.0.9", "addresses": {"eth0": ["10.0.0.1"]}}
+    with pytest.raises(
+        UsageError, match=r"no network interface here has .* 10\.0\.0\.9; set GLOO_"
+    ):
+        plan(**given)
+    assert plan(**given, environ={"GLOO_SOCKET_IFNAME": "eth7"})[0] == {
+        "GLOO_SOCKET_IFNAME": "eth7"
+    }
+
+
+def test_interfaces_have_their_addresses() -> None:
+    found = interface_addresses()
+    assert found["lo"][0] == "127.0.0.1"
+    assert found.keys() == set(up_interfaces())
 
 
 def test_tensor_parallel_groups_count_where_the_transport_needs_nothing() -> None:
