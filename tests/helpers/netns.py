@@ -5,6 +5,7 @@ address: what one of them reaches at another has gone through the network.
 """
 
 import ctypes
+import itertools
 import re
 import shutil
 import signal
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 _NAME = "asapctl-{}-{}"  # the process that made it, and which
+_sets = itertools.count()
 _FOLDER = Path("/run/netns")
 
 
@@ -26,7 +28,7 @@ class Host:
     """address, address6: its own, of private ranges (address6 is None where there is no IPv6)."""
 
     def __init__(self, number: int, switch: str) -> None:
-        self.name = _NAME.format(getpid(), number)
+        self.name = f"{switch}host{number}"
         self.address = f"10.77.0.{number + 1}"
         self.address6: str | None = f"fd77::{number + 1}"
         self._switch = switch
@@ -78,14 +80,14 @@ class Host:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """`count` hosts; what still runs on them is killed in the end.
+    """`count` hosts, out of reach of other such; what still runs on them is killed in the end.
 
     Skips the test, with the reason, where they cannot be made.
     """
     if missing := [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]:
         pytest.skip(f"no network namespaces without {' and '.join(missing)}")
     remove_leftovers()
-    switch = _NAME.format(getpid(), "switch")
+    switch = _NAME.format(getpid(), f"net{next(_sets)}")
     made = [Host(number, switch) for number in range(count)]
     try:
         try:
