@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
-Key: TypeAlias = Literal["up", "down", "page up", "page down", "home", "end", "sort", "quit"]
+Key: TypeAlias = Literal[
+    "up", "down", "page up", "page down", "home", "end", "sort", "quit", "tab", "back tab",
+    "0", "1", "2", "3", "4", "5", "6", "7", "8", "9",
+]  # fmt: skip
 
 _NAMES: dict[bytes, Key] = {
     b"\x1b[A": "up",
@@ -32,6 +35,18 @@ _NAMES: dict[bytes, Key] = {
     b"S": "sort",
     b"q": "quit",
     b"Q": "quit",
+    b"\t": "tab",
+    b"\x1b[Z": "back tab",
+    b"0": "0",
+    b"1": "1",
+    b"2": "2",
+    b"3": "3",
+    b"4": "4",
+    b"5": "5",
+    b"6": "6",
+    b"7": "7",
+    b"8": "8",
+    b"9": "9",
 }
 _SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.)")  # whole, known or not
 

@@ -14,7 +14,8 @@ Examples:
   asapctl status NAME --once
   asapctl status --json | jq .tokens_per_s
 
-Keys: q quits, s sorts by the next column, arrows scroll.
+Keys: q quits, s sorts by the next column, arrows scroll; of several instances, tab or its number
+chooses the one whose ranks are shown.
 
 Without a terminal one picture is printed. A running `asapctl prefill` can be watched too.
 
@@ -34,7 +35,8 @@ def status(
 ) -> None:
     from rich.console import Console
 
-    from asapctl.status_live import print_json, print_picture, watch
+    from asapctl.status_live import watch
+    from asapctl.status_print import print_json, print_picture
     from engine.launch.registry import find_instance
 
     record = find_instance(name)

@@ -4,89 +4,32 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
-import msgspec
-import zmq
 from rich.console import Console, Group
 from rich.live import Live
 
 from asapctl.interrupts import uninterrupted
 from asapctl.keys import Keys
+from asapctl.status_fleet import FleetView, Shown
+from asapctl.status_print import ANSWER_S, ascii_only
 from asapctl.status_view import StatusView, health_of, is_good
 from engine.control.client import Client
 from engine.control.messages import Snapshot
-from engine.errors import RunError
+from engine.launch.attached import attached
 from engine.launch.registry import InstanceRecord, NoInstanceError, find_instance
 
-ANSWER_S = 2.0  # a controller that takes longer is called silent
 _ASK_EVERY_S = 0.2
 _TICK_S = 0.05
 
 
-@contextmanager
-def attach(record: InstanceRecord) -> Iterator[Client]:
-    """A client of a running instance that does not own it."""
-    with ExitStack() as stack:
-        context = stack.enter_context(zmq.Context())
-        client = Client(context, record.controller)
-        stack.callback(client.close)
-        yield client
-
-
-def one_snapshot(record: InstanceRecord) -> Snapshot:
-    """Raises RunError when the controller does not answer in time."""
-    with attach(record) as client:
-        snapshot = client.fresh_snapshot(ANSWER_S)
-    if snapshot is None:
-        raise silence(record)
-    return snapshot
-
-
-def silence(record: InstanceRecord) -> RunError:
-    """What to say of a controller that does not answer."""
-    return RunError(
-        f"instance {record.name}: its controller did not answer within {ANSWER_S:.0f} s; "
-        f"its logs are in {record.logs}"
-    )
-
-
-def print_json(record: InstanceRecord) -> bool:
-    """One object on standard output; returns whether the instance is as it should be."""
-    snapshot = one_snapshot(record)
-    _print(msgspec.json.encode(described(record, snapshot)).decode())
-    return is_good(health_of(snapshot))
-
-
-def described(record: InstanceRecord, snapshot: Snapshot) -> dict[str, Any]:
-    """What `--json` prints: the health, the instance's record and the snapshot's fields."""
-    fields: dict[str, Any] = msgspec.to_builtins(snapshot)
-    del fields["type"]
-    return {
-        "health": health_of(snapshot),
-        "instance": msgspec.to_builtins(record),
-        **fields,
-    }
-
-
-def print_picture(record: InstanceRecord, console: Console) -> bool:
-    """Everything at once, on standard output; returns whether all is as it should be."""
-    snapshot = one_snapshot(record)
-    view = StatusView(ascii_only=_ascii_only(console))
-    with console.capture() as picture:
-        for line in view.lines(record, snapshot, console.width):
-            console.print(line)
-    _print(picture.get().rstrip("\n"))
-    return is_good(health_of(snapshot))
-
-
 def watch(record: InstanceRecord, console: Console) -> bool:
     """Draws until the user quits or the instance ends; returns whether all was well then."""
-    with attach(record) as client, _Screen(console) as screen:
-        watching = _Watching(record, client, screen)
+    with attached(record) as clients, _Screen(console) as screen:
+        watching = _Watching(record, clients, screen)
         while watching.step():
             pass
     if watching.ended:
@@ -147,56 +90,79 @@ class _Screen:
         self._suspend = True
 
 
+@dataclass
+class _Watched:
+    """One controller: the last that it said, and when."""
+
+    client: Client
+    heard: float
+    shown: Snapshot | None = None
+
+    def listen(self) -> bool:
+        """Whether something new has come."""
+        self.client.receive(0)
+        snapshot = self.client.snapshot()
+        if snapshot is self.shown:
+            return False
+        self.shown, self.heard = snapshot, time.monotonic()
+        return True
+
+    @property
+    def silent_s(self) -> float:
+        silent = time.monotonic() - self.heard
+        return silent if silent > ANSWER_S else 0.0
+
+
 class _Watching:
-    def __init__(self, record: InstanceRecord, client: Client, screen: _Screen) -> None:
+    def __init__(self, record: InstanceRecord, clients: Sequence[Client], screen: _Screen) -> None:
         self._record = record
-        self._client = client
+        self._watched = [_Watched(client, time.monotonic()) for client in clients]
         self._screen = screen
-        self._view = StatusView(ascii_only=_ascii_only(screen.console))
-        self._shown: Snapshot | None = None
+        plain = ascii_only(screen.console)
+        self._view = FleetView(plain) if len(clients) > 1 else StatusView(plain)
         self._asked = 0.0
-        self._heard = time.monotonic()
         self.ended = False
 
     @property
     def good(self) -> bool:
         """Of the last that was heard; not, when nothing has been heard for a while."""
-        if self._shown is None or (not self.ended and self._silent_s > 0):
-            return False
-        return is_good(health_of(self._shown))
-
-    @property
-    def _silent_s(self) -> float:
-        silent = time.monotonic() - self._heard
-        return silent if silent > ANSWER_S else 0.0
+        return all(
+            one.shown is not None
+            and (self.ended or not one.silent_s)
+            and is_good(health_of(one.shown))
+            for one in self._watched
+        )
 
     def step(self) -> bool:
         """Keys, questions, answers, and a new picture where there is something new."""
         now = time.monotonic()
         if now - self._asked >= _ASK_EVERY_S:
             self._asked = now
-            self._client.request_snapshot()
+            for one in self._watched:
+                one.client.request_snapshot()
         pressed = self._screen.keys.read(_TICK_S)
         if "quit" in pressed:
             return False
         for key in pressed:
             self._view.press(key)
-        self._client.receive(0)
-        snapshot = self._client.snapshot()
-        if snapshot is not self._shown:
-            self._shown, self._heard = snapshot, time.monotonic()
+        news = [one.listen() for one in self._watched]
+        overdue = self._asked == now and any(one.silent_s for one in self._watched)
+        if pressed or any(news) or overdue:
             self._draw()
-        elif pressed or (self._silent_s and self._asked == now):
-            self._draw()
-        if self._silent_s and self._asked == now:
+        if overdue:
             self.ended = not self._is_there()
         return not self.ended
 
     def _draw(self) -> None:
         console = self._screen.console
         width, height = console.size
-        snapshot = self._shown or Snapshot(False, 0, 0, 0, 0, [])
-        lines = self._view.lines(self._record, snapshot, width, height, self._silent_s)
+        if isinstance(self._view, FleetView):
+            shown = [Shown(one.shown, one.silent_s) for one in self._watched]
+            lines = self._view.lines(self._record, shown, width, height)
+        else:
+            (one,) = self._watched
+            snapshot = one.shown or Snapshot(False, 0, 0, 0, 0, [])
+            lines = self._view.lines(self._record, snapshot, width, height, one.silent_s)
         self._screen.draw(Group(*lines))
 
     def _is_there(self) -> bool:
@@ -204,18 +170,3 @@ class _Watching:
             return find_instance(self._record.name).pid == self._record.pid
         except NoInstanceError:
             return False
-
-
-def _ascii_only(console: Console) -> bool:
-    return not console.encoding.lower().startswith("utf")
-
-
-def _print(text: str) -> None:
-    """Raises RunError when standard output takes it not."""
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        # Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise RunError(f"standard output: {error.strerror}") from None

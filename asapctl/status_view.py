@@ -49,11 +49,14 @@ def is_good(health: Health) -> bool:
 
 @dataclass
 class StatusView:
-    """How the user wants it shown. first: the row at the top, of those that scroll."""
+    """How the user wants it shown. first: the row at the top, of those that scroll. hint: of more
+    keys.
+    """
 
     ascii_only: bool = False
     sort: str = "rank"
     first: int = 0
+    hint: str = ""
     _page: int = 1
     _last: int = 0  # the greatest useful `first`
     _headings: tuple[int, int] = (0, 0)
@@ -171,7 +174,9 @@ class StatusView:
 
     def _keys(self, total: int) -> Text:
         where = f"  ({self.first + 1} of {total})" if self._last else ""
-        return Text(f"q quits  s sorts (by {self.sort})  arrows scroll{where}", style="dim")
+        return Text(
+            f"q quits  s sorts (by {self.sort})  arrows scroll{self.hint}{where}", style="dim"
+        )
 
 
 def sparkline(values: Sequence[float], highest: float, ascii_only: bool = False) -> str:

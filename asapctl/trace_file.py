@@ -2,14 +2,18 @@
 
 import os
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
-from asapctl.status_live import ANSWER_S, attach, silence
-from engine.control.messages import TraceReport
+from asapctl.status_print import ANSWER_S, silence
+from engine.control.client import Client
+from engine.control.messages import Snapshot, TraceReport
 from engine.control.perfetto import to_perfetto
 from engine.errors import RunError, UsageError
+from engine.launch.attached import attached, fresh_snapshots
 from engine.launch.registry import InstanceRecord
 
 _GRACE_S = 12.0  # a rank may be in a long step at the end; the controller waits 10 s for it
@@ -23,12 +27,21 @@ def record_trace(record: InstanceRecord, seconds: float, output: str) -> str:
     path = None if output == "-" else Path(output)
     if path is not None:
         _check(path)
-    with attach(record) as client:
-        snapshot = client.fresh_snapshot(ANSWER_S)
-        report = None if snapshot is None else client.trace(seconds, _GRACE_S)
-    if snapshot is None or report is None:
+    with attached(record) as clients, ThreadPoolExecutor(len(clients)) as pool:
+        snapshots = fresh_snapshots(clients, ANSWER_S)
+        if not any(snapshots):
+            raise silence(record)
+
+        def ask(client: Client, snapshot: Snapshot | None) -> TraceReport | None:
+            return None if snapshot is None else client.trace(seconds, _GRACE_S)
+
+        answers = list(pool.map(ask, clients, snapshots))  # each in a thread of its own
+    reports = [report for report in answers if report is not None]
+    if not reports:
         raise silence(record)
-    data = msgspec.json.encode(to_perfetto(report))
+    # Of an instance that is silent there is an empty report, so that the others keep their numbers.
+    empty = TraceReport(reports[0].start, reports[0].end, [])
+    data = msgspec.json.encode(to_perfetto(*(report or empty for report in answers)))
     try:
         if path is None:
             sys.stdout.buffer.write(data + b"\n")
@@ -39,8 +52,23 @@ def record_trace(record: InstanceRecord, seconds: float, output: str) -> str:
         if path is None:  # Python would complain once more when it flushes at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise RunError(f"{path or 'standard output'}: {error.strerror}") from None
-    missing = {str(rank.id) for rank in snapshot.ranks} - {str(rank.id) for rank in report.ranks}
-    return _summary(report, sorted(missing), output)
+    return _summary(reports, _missing(snapshots, answers), output)
+
+
+def _missing(
+    snapshots: Sequence[Snapshot | None], answers: Sequence[TraceReport | None]
+) -> list[str]:
+    """Whose spans are not there."""
+    missing = []
+    for number, (snapshot, report) in enumerate(zip(snapshots, answers, strict=True)):
+        if snapshot is None or report is None:
+            missing.append(f"instance {number}")
+            continue
+        there = {str(rank.id) for rank in report.ranks}
+        prefix = f"instance {number}, " if len(answers) > 1 else ""
+        gone = sorted({str(rank.id) for rank in snapshot.ranks} - there)
+        missing += [f"{prefix}{name}" for name in gone]
+    return missing
 
 
 def _check(path: Path) -> None:
@@ -52,12 +80,13 @@ def _check(path: Path) -> None:
         raise UsageError(f"{path}: permission denied")
 
 
-def _summary(report: TraceReport, missing: list[str], output: str) -> str:
-    spans = sum(len(rank.spans) for rank in report.ranks)
-    dropped = sum(rank.dropped for rank in report.ranks)
+def _summary(reports: Sequence[TraceReport], missing: list[str], output: str) -> str:
+    ranks = [rank for report in reports for rank in report.ranks]
+    spans = sum(len(rank.spans) for rank in ranks)
+    dropped = sum(rank.dropped for rank in ranks)
     lines = []
     if output != "-":
-        lines.append(f"{output}: {spans:,} spans of {len(report.ranks)} ranks")
+        lines.append(f"{output}: {spans:,} spans of {len(ranks)} ranks")
     if missing:
         lines.append(f"without {', '.join(missing)}: no answer came in time")
     if dropped:

@@ -6,7 +6,7 @@ arrow goes from a dispatch to the work item that it made, and on to the combine 
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,35 +15,48 @@ from engine.control.messages import RankSpans, Span, TraceReport
 from engine.topology.ranks import RankId
 
 Event: TypeAlias = dict[str, Any]
+_Process: TypeAlias = tuple[int, str, RankSpans]  # its pid in the file, what its name begins with
 
 _FLOW = "tokens"
 _SERVE_TRACK = 0
 _ORDER = {"dispatch": 0, "serve": 1, "combine": 2}
 
 
-def to_perfetto(report: TraceReport) -> dict[str, Any]:
-    """The JSON object. Timestamps are microseconds since `report.start`.
+def to_perfetto(*reports: TraceReport) -> dict[str, Any]:
+    """The JSON object, of one instance or of several that were recorded together.
 
-    When a span began before that, since the first one. A rank that records for somebody else too
-    sends more than was asked for; spans wholly outside of the report's time are left out.
+    Timestamps are microseconds since the first `start`; when a span began before that, since the
+    first one. A rank that records for somebody else too sends more than was asked for; spans
+    wholly outside of the report's time are left out.
     """
-    ranks = [_within(report, rank) for rank in sorted(report.ranks, key=lambda rank: rank.id)]
-    base = min([report.start, *(span.start for rank in ranks for span in rank.spans)])
+    instances = [
+        [_within(report, rank) for rank in sorted(report.ranks, key=lambda rank: rank.id)]
+        for report in reports
+    ]
+    every = [rank for ranks in instances for rank in ranks]
+    start = min(report.start for report in reports)
+    base = min([start, *(span.start for rank in every for span in rank.spans)])
+    processes: list[list[_Process]] = []
+    pids, arrows = count(1), count(1)
+    for number, ranks in enumerate(instances):
+        prefix = f"instance {number}, " if len(reports) > 1 else ""
+        processes.append([(next(pids), prefix, rank) for rank in ranks])
     events: list[Event] = []
-    for pid, rank in enumerate(ranks, start=1):
-        events += _names(pid, rank)
+    for pid, prefix, rank in chain.from_iterable(processes):
+        events += _names(pid, prefix, rank)
         events += [
             _slice(pid, rank.id, span, base)
             for span in sorted(rank.spans, key=lambda span: (span.start, -span.end))
         ]
     # After the slices: an arrow is tied to the slice that is open at its time.
-    events += _arrows(ranks, base)
+    for instance in processes:
+        events += _arrows(instance, base, arrows)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
-            "seconds": report.end - report.start,
-            "dropped_spans": sum(rank.dropped for rank in ranks),
+            "seconds": max(report.end for report in reports) - start,
+            "dropped_spans": sum(rank.dropped for rank in every),
         },
     }
 
@@ -53,8 +66,8 @@ def _within(report: TraceReport, rank: RankSpans) -> RankSpans:
     return msgspec.structs.replace(rank, spans=spans)
 
 
-def _names(pid: int, rank: RankSpans) -> Iterator[Event]:
-    name = f"{rank.id} (pid {rank.pid})"
+def _names(pid: int, prefix: str, rank: RankSpans) -> Iterator[Event]:
+    name = f"{prefix}{rank.id} (pid {rank.pid})"
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
     for track in sorted({_track(rank.id, span) for span in rank.spans}):
@@ -101,25 +114,24 @@ _Key: TypeAlias = tuple[int, int, int, int, int]
 _Step: TypeAlias = tuple[float, int, Event]
 
 
-def _arrows(ranks: Sequence[RankSpans], base: float) -> Iterator[Event]:
+def _arrows(instance: Sequence[_Process], base: float, ids: Iterator[int]) -> Iterator[Event]:
     """From each dispatch whose work item or combine is known too."""
     steps: dict[_Key, list[_Step]] = defaultdict(list)
-    for pid, rank in enumerate(ranks, start=1):
+    for pid, _, rank in instance:
         for span in rank.spans:
             if span.what in _ORDER:
                 event: Event = {"pid": pid, "tid": _track(rank.id, span)}
                 event["ts"] = _microseconds(span.start, base)
                 order = _ORDER[span.what]
                 steps[_key(rank.id, span)].append((span.start, order, event))
-    ids = count(1)
     for key in sorted(steps):
-        for chain in _chains(sorted(steps[key], key=lambda step: step[:2])):
+        for parts in _chains(sorted(steps[key], key=lambda step: step[:2])):
             id_ = next(ids)
-            for place, event in enumerate(chain):
+            for place, event in enumerate(parts):
                 arrow = {"ph": "t", "name": _FLOW, "cat": _FLOW, "id": id_, **event}
                 if place == 0:
                     arrow["ph"] = "s"
-                elif place == len(chain) - 1:
+                elif place == len(parts) - 1:
                     arrow.update(ph="f", bp="e")
                 yield arrow
 
@@ -133,18 +145,18 @@ def _key(id_: RankId, span: Span) -> _Key:
 
 def _chains(steps: Iterable[_Step]) -> Iterator[list[Event]]:
     """Dispatch, work item, combine. What was sent again, to a new life, is another chain."""
-    chain: list[Event] = []
+    parts: list[Event] = []
     last = -1
     for _, order, event in steps:
         if order == 0 or order <= last:
-            if len(chain) > 1:
-                yield chain
-            chain = []
-        if chain or order == 0:
-            chain.append(event)
+            if len(parts) > 1:
+                yield parts
+            parts = []
+        if parts or order == 0:
+            parts.append(event)
             last = order
-    if len(chain) > 1:
-        yield chain
+    if len(parts) > 1:
+        yield parts
 
 
 def _microseconds(time: float, base: float) -> float:

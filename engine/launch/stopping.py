@@ -7,11 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-import zmq
-
-from engine.control.client import Client
 from engine.control.messages import Snapshot
 from engine.errors import RunError
+from engine.launch.attached import attached
 from engine.launch.registry import InstanceRecord
 from engine.launch.runtime_folder import is_held
 
@@ -51,24 +49,23 @@ def stop_instance(
 def _drain(
     record: InstanceRecord, supervisor: int, deadline: float | None, on_wait: OnWait
 ) -> None:
-    with (
-        zmq.Context() as context,
-        contextlib.closing(Client(context, record.controller)) as client,
-    ):
-        client.quit()
+    with attached(record) as clients:
+        for client in clients:
+            client.quit()
         while True:
-            client.request_snapshot()
-            client.receive(0)
-            snapshot = client.snapshot()
-            if snapshot is not None:
+            for client in clients:
+                client.request_snapshot()
+                client.receive(0)
+            snapshots = [s for client in clients if (s := client.snapshot()) is not None]
+            for snapshot in snapshots:
                 on_wait(snapshot)
             left = _left(deadline)
             if _ended(supervisor, _LOOK_S if left is None else min(left, _LOOK_S)):
                 return
             if left == 0:
                 there = (
-                    f"{snapshot.running + snapshot.waiting} requests are not done"
-                    if snapshot is not None
+                    f"{sum(s.running + s.waiting for s in snapshots)} requests are not done"
+                    if snapshots
                     else "its controller does not answer"
                 )
                 raise RunError(
