@@ -238,6 +238,33 @@ def test_a_server_that_is_not_there_yet_refuses_nobody(far: Context) -> None:
         handshakes.close()
 
 
+def hang_up(port: int, times: int) -> None:
+    """Takes that many connections, one after another, and ends each at once."""
+    with sockets.create_server(("127.0.0.1", port)) as listener:
+        for _ in range(times):
+            listener.accept()[0].close()
+
+
+def test_a_server_that_goes_down_now_and_then_refuses_nobody(far: Context) -> None:
+    with sockets.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    with far.socket(zmq.DEALER) as one:
+        one.linger = 0
+        secure_client(one, KEYS)
+        handshakes = Handshakes(far, one)
+        one.connect(f"tcp://127.0.0.1:{port}")
+        for _ in range(3):
+            hang_up(port, 2)
+            one.send(b"hello")
+            with serving(port) as server:
+                assert server.socket.poll(5000)
+        assert not handshakes.refused
+        hang_up(port, 3)
+        wait_for(lambda: handshakes.refused, "that is often enough")
+        one.close()
+        handshakes.close()
+
+
 def test_a_gatekeeper_closes_before_the_sockets_that_it_watches(far: Context) -> None:
     with zmq.Context() as context:
         gate = Gatekeeper(context, KEYS, LOG)
