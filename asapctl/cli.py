@@ -20,6 +20,7 @@ from asapctl.launch import launch
 from asapctl.logs import logs
 from asapctl.prefill import prefill
 from asapctl.ps import ps
+from asapctl.render import render
 from asapctl.selftest import selftest
 from asapctl.status import status
 from asapctl.stop import stop
@@ -64,7 +65,7 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def reported(*args: Any, **kwargs: Any) -> Any:
         try:
-            if command in (prefill, launch, check, selftest):
+            if command in (prefill, launch, check, selftest, render):
                 _check_working_folder()
             return command(*args, **kwargs)
         except AsapError as error:
@@ -99,7 +100,7 @@ def _summary(command: Callable[..., Any]) -> str:
 
 
 # In the order of the help. These modules import what they need when they run.
-for command in (prefill, launch, ps, status, trace, logs, stop, check, doctor, selftest):
+for command in (prefill, launch, ps, status, trace, logs, stop, check, render, doctor, selftest):
     app.command(command.__name__, short_help=_summary(command))(_reported(command))
 
 

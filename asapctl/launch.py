@@ -17,8 +17,7 @@ Examples:
   asapctl launch cpu-2a2e --model ~/models/Qwen3-30B-A3B --port 9000
   asapctl launch my.toml --name mine --detach
   ASAPCTL_API_KEY=secret asapctl launch --host 0.0.0.0
-  asapctl launch my.toml --nnodes 2 --node-rank 1 \\
-    --rdzv-endpoint 10.0.0.1:29400 --secret-file secret
+  asapctl launch my.toml --nnodes 2 --node-rank 1 --rdzv-endpoint 10.0.0.1 --secret-file f
 
 With several nodes, run it on each. torchrun's and Slurm's environments are read
 where --nnodes, --node-rank and --rdzv-endpoint are not given. Node 0 serves HTTP.
@@ -53,7 +52,7 @@ def launch(
     ] = None,
     rdzv_endpoint: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Of node 0, the same on each. Port: 29400."),
+        typer.Option(metavar="H:P", help="Node 0's HOST:PORT. Default port: 29400."),
     ] = None,
     secret_file: Annotated[
         str | None,

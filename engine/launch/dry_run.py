@@ -43,7 +43,8 @@ class DryRun(msgspec.Struct, frozen=True):
 
 def dry_run(launch: LaunchCommand, on_note: Callable[[str], None] = lambda note: None) -> DryRun:
     """Plans every node, and starts nothing. Raises UsageError with every problem, one a line."""
-    nodes = []
+    nodes: list[NodeRun] = []
+    notes: list[str] = []
     for node_rank in range(launch.nnodes):
         plan = plan_of(
             launch.topology,
@@ -55,6 +56,7 @@ def dry_run(launch: LaunchCommand, on_note: Callable[[str], None] = lambda note:
             assume_devices=True,
             node=NodeView(launch.nnodes, node_rank),
         )
+        notes = notes or list(plan.notes)  # node 0's
         nodes.append(
             NodeRun(
                 node_rank=node_rank,
@@ -73,7 +75,6 @@ def dry_run(launch: LaunchCommand, on_note: Callable[[str], None] = lambda note:
                 ],
             )
         )
-    notes = list(plan.notes)
     notes.append("masks are as on nodes whose devices are all visible; ports are as free here")
     if launch.nnodes > 1:
         notes.append("each node also sets the interface that holds its own address")

@@ -53,10 +53,9 @@ def check_address(
 ) -> None:
     """Raises UsageError for what other nodes cannot reach, and on node 0 for what is not its own.
 
-    patience_s: how long a name that is not known is looked for, on nodes but node 0.
+    patience_s: how long a name that is not known is looked for.
     """
     where = f"--rdzv-endpoint {endpoint(host, port)}"
-    patience_s = patience_s if node_rank else 0.0
     for info in _resolve_patiently(host, port, where, on_note, patience_s):
         address = ipaddress.ip_address(str(info[4][0]).split("%")[0])
         named = "it" if str(address) == host else f"it means {address}, which"

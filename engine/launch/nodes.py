@@ -21,7 +21,7 @@ from engine.launch.hostlist import first_host
 from engine.launch.secret import read_secret
 
 MOST_NODES = 4096
-# A cluster's name server may learn of node 0 after the other nodes have started.
+# A cluster's name server may learn of node 0 after it has started, as Kubernetes' does.
 NAME_PATIENCE_S = 30.0
 
 
@@ -54,7 +54,7 @@ def node_options(
     on_note: Callable[[str], None] = lambda note: None,
     patience_s: float = NAME_PATIENCE_S,
 ) -> NodeOptions:
-    """What flags and environment say. patience_s: how long a node but 0 looks for node 0's name.
+    """What flags and environment say. patience_s: how long node 0's name is looked for.
 
     Raises UsageError with every problem, one a line.
     """

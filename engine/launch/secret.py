@@ -5,11 +5,11 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine.curve import SHORTEST_SECRET
 from engine.echo import plain
 from engine.errors import UsageError
 from engine.files import MIB, absolute, read_file
 
-SHORTEST_SECRET = 16
 SECRET_VARIABLE = "ASAPCTL_SECRET"
 
 

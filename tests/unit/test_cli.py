@@ -32,7 +32,18 @@ def test_version(invoke: Invoke) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["prefill"], ["launch"], ["ps"], ["status"], ["trace"], ["logs"], ["stop"], ["check"]],
+    [
+        [],
+        ["prefill"],
+        ["launch"],
+        ["ps"],
+        ["status"],
+        ["trace"],
+        ["logs"],
+        ["stop"],
+        ["check"],
+        ["render"],
+    ],
 )
 def test_every_help_fits_a_screen_and_has_an_example(invoke: Invoke, command: list[str]) -> None:
     for flag in ("--help", "-h"):
@@ -138,7 +149,7 @@ def test_the_list_of_commands_cuts_no_sentence(invoke: Invoke) -> None:
     listed = invoke("--help").stdout.partition("Commands:\n")[2]
     assert "..." not in listed
     sentences = re.split(r"^  (?=\S)", listed, flags=re.MULTILINE)[1:]
-    assert len(sentences) == 10
+    assert len(sentences) == 11
     assert all(sentence.rstrip().endswith(".") for sentence in sentences)
 
 

@@ -235,10 +235,3 @@ def test_the_address_on_the_way_to_node_0() -> None:
     assert own_address("localhost", 9) in ("127.0.0.1", "::1")
     with pytest.raises(UsageError, match=r"^--rdzv-endpoint no\.such\.invalid:9: there is no way"):
         own_address("no.such.invalid", 9)
-
-
-def test_both_ends_know_the_same_shortest_secret() -> None:
-    from engine.control import curve
-    from engine.launch.secret import SHORTEST_SECRET
-
-    assert curve.SHORTEST_SECRET == SHORTEST_SECRET

@@ -12,6 +12,7 @@ from engine.errors import UsageError
 from engine.launch.checks import plan_of
 from engine.launch.model_dir import find_model_dir, packaged_configs
 from engine.launch.plan import Plan
+from engine.launch.resources import NodeView
 from engine.model.config import load_config
 from engine.topology.load import load_topology, packaged_topologies
 
@@ -91,6 +92,30 @@ def test_sizes_of_the_configs_are_the_published_ones() -> None:
         assert numbers / 1e9 == pytest.approx(billions, rel=0.002)
 
 
+def test_a_supernode_is_12_instances_of_two_nodes() -> None:
+    devices = set()
+    for node in range(24):
+        made = plan_of(
+            *("cloudmatrix384", [], QWEN),
+            only_to_look=True,
+            assume_devices=True,
+            node=NodeView(24, node),
+        )
+        assert made.instances == 12
+        (instance,) = {instance for instance, _ in made.here}
+        (role,) = {rank.id.role for _, rank in made.here}
+        assert (instance, role) == (node // 2, ("attention", "expert")[node % 2])
+        assert all(rank.device_bytes <= 64e9 for _, rank in made.here)
+        devices |= {(node, rank.device) for _, rank in made.here}
+    assert len(devices) == 384
+
+
+def test_the_papers_instance_is_two_nodes() -> None:
+    node = NodeView(2, 1)
+    made = plan_of("d4-t4-e16", [], QWEN, only_to_look=True, assume_devices=True, node=node)
+    assert [str(rank.id) for _, rank in made.here] == [f"expert {rank}" for rank in range(16)]
+
+
 @pytest.mark.parametrize("topology", [t for t in packaged_topologies() if t.startswith("cpu")])
 def test_those_for_a_cpu_run_here(topology: str, tmp_path: Path) -> None:
     from engine.model.demo import make_demo_checkpoint
@@ -105,10 +130,10 @@ def test_those_for_a_cpu_run_here(topology: str, tmp_path: Path) -> None:
 def test_headers_say_what_was_not_run() -> None:
     assert {*SHAPES, "cpu", "cpu-gloo", "cpu-tp2"} <= set(packaged_topologies())
     folder = Path(__file__).parents[2] / "topologies"
-    for name in SHAPES:
+    for name in (*SHAPES, "cloudmatrix384"):
         text = (folder / f"{name}.toml").read_text()
         assert "Never run" in text
-        assert f"{SHAPES[name][4]} GB" in text
+        assert f"{SHAPES[name][4] if name in SHAPES else 64} GB" in text
 
 
 @pytest.mark.parametrize("command", ["prefill", "launch"])
