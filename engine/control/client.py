@@ -27,6 +27,7 @@ from engine.control.messages import (
     encode,
 )
 from engine.errors import RunError
+from engine.topology.ranks import RankId
 
 
 class Guard(Protocol):
@@ -39,7 +40,7 @@ class Guard(Protocol):
 
     def check(self) -> None: ...
 
-    def kill(self, title: str) -> None: ...
+    def kill(self, id_: RankId) -> None: ...
 
     def end(self, reason: str | None) -> None: ...
 
@@ -148,7 +149,7 @@ class Client:
             case TraceReport():
                 self._trace = message
             case KillRank(id_, _) if self._guard is not None:
-                self._guard.kill(str(id_))
+                self._guard.kill(id_)
             case Ended(reason) if self._guard is not None:
                 self.ended = True
                 self._guard.end(reason)

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -10,11 +11,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from engine.control.client import Client
 from engine.control.messages import Snapshot
+from engine.control.summary import together
 from engine.errors import RunError
 from engine.launch.checks import Problems, plan_of
+from engine.launch.endpoint import endpoint
 from engine.launch.listen import api_key, open_listener, url_of
+from engine.launch.nodes import NodeOptions, own_address
 from engine.launch.registry import DEFAULT_NAME, check_free
 from engine.launch.runtime_folder import base_folder
 from engine.topology.load import DEFAULT_TOPOLOGY
@@ -22,6 +25,7 @@ from engine.topology.schema import Topology
 
 if TYPE_CHECKING:
     from engine.launch.plan import Plan
+    from engine.launch.running import Launch
 
 _LOOK_S = 0.5
 _POLL_S = 0.05
@@ -35,6 +39,7 @@ class Options(msgspec.Struct, frozen=True):
     model: str | None = None
     overrides: tuple[str, ...] = ()
     name: str = DEFAULT_NAME
+    nodes: NodeOptions = NodeOptions()
 
 
 class Watcher(Protocol):
@@ -55,37 +60,95 @@ class Watcher(Protocol):
 
 
 def run_launch(options: Options, watcher: Watcher) -> None:
-    """Runs an instance until it is told to quit. Raises UsageError before anything is started,
-    RunError when a process of it failed.
+    """Runs a launch until it is told to quit, or on another node than node 0 its part of it. Raises
+    UsageError before anything is started, RunError when a process of it failed.
     """
+    if options.nodes.node_rank > 0:
+        _run_agent(options, watcher)
+        return
     with ExitStack() as stack:
         plan, listener = _prepare(options, watcher, stack)
 
-        from engine.launch.instance import start_instance
+        from engine.launch.running import start_launch
         from engine.serve.spec import http_spec
 
         for note in plan.notes:
             watcher.note(note)
         host, port = listener.getsockname()[:2]
         spec = http_spec(plan, host=host, port=port, api_key=api_key(plan.topology))
-        client = stack.enter_context(
-            start_instance(
+        launch = stack.enter_context(
+            start_launch(
                 plan,
                 watcher.loading,
                 name=options.name,
                 command="launch",
                 http=spec,
                 listener=listener,
+                nodes=options.nodes,
+                on_note=watcher.note,
             )
         )
         try:
             url = url_of(listener)
-            _await_http(client, url)
+            _await_http(launch, url)
             watcher.ready(options.name, url, base_folder() / options.name / "logs")
-            _live(client, watcher)
+            _live(launch, watcher)
         except RunError as error:
             watcher.failed(error)
             raise
+
+
+def _run_agent(options: Options, watcher: Watcher) -> None:
+    nodes = options.nodes
+    name = f"{options.name}-node{nodes.node_rank}"
+    problems = Problems()
+    plan = None
+    with problems.gathered():
+        check_free(name)
+    with problems.gathered():
+        plan = _plan(options, watcher)
+    problems.raise_all()
+    assert plan is not None
+    for note in plan.notes:
+        watcher.note(note)
+
+    from engine.curve import Keys
+    from engine.launch.agent import joined
+    from engine.launch.supervisor import Supervisor
+
+    where = f"node 0 ({endpoint(nodes.host, nodes.port)})"
+    with Supervisor(name) as supervisor:
+        watcher.note(f"node {nodes.node_rank}: looking for {where}")
+        with joined(plan, nodes, Keys.of(nodes.secret), supervisor) as agent:
+            watcher.note(f"node {nodes.node_rank}: taken in by {where}")
+            try:
+                agent.serve()
+            except RunError as error:
+                supervisor.fail(error)  # the logs of its ranks will be kept
+    watcher.note(f"node {nodes.node_rank}: {where} ended the launch")
+
+
+def _plan(
+    options: Options,
+    watcher: Watcher,
+    on_topology: Callable[[Topology], None] = lambda topology: None,
+) -> "Plan":
+    from engine.launch.resources import NodeView
+
+    nodes = options.nodes
+    view = NodeView()
+    if nodes.nnodes > 1:
+        address = own_address(nodes.host, nodes.port)
+        view = NodeView(nodes.nnodes, nodes.node_rank, address)
+    return plan_of(
+        options.topology,
+        options.overrides,
+        options.model,
+        keep_kv=lambda topology: topology.serve.kv_dir is not None,
+        on_topology=on_topology,
+        on_note=watcher.note,
+        node=view,
+    )
 
 
 def _prepare(options: Options, watcher: Watcher, stack: ExitStack) -> tuple["Plan", socket.socket]:
@@ -103,24 +166,17 @@ def _prepare(options: Options, watcher: Watcher, stack: ExitStack) -> tuple["Pla
     with problems.gathered():
         check_free(options.name)
     with problems.gathered():
-        plan = plan_of(
-            options.topology,
-            options.overrides,
-            options.model,
-            keep_kv=lambda topology: topology.serve.kv_dir is not None,
-            on_topology=listen,
-            on_note=watcher.note,
-        )
+        plan = _plan(options, watcher, listen)
     problems.raise_all()
     assert plan is not None
     return plan, listeners[0]
 
 
-def _await_http(client: Client, url: str) -> None:
+def _await_http(launch: "Launch", url: str) -> None:
     """Returns when the HTTP process says that the instance is ready."""
     deadline = time.monotonic() + _HTTP_START_S
     while not _says_ready(url):
-        client.receive(_POLL_S)  # raises when a process failed meanwhile
+        launch.clients[0].receive(_POLL_S)  # raises when a process failed meanwhile
         if time.monotonic() > deadline:
             raise RunError(f"{url}/ready has not answered within {_HTTP_START_S:g} s")
 
@@ -137,11 +193,15 @@ def _says_ready(url: str) -> bool:
     return False
 
 
-def _live(client: Client, watcher: Watcher) -> None:
-    """Until the controller says that all is done."""
-    while not client.ended:
-        client.request_snapshot()
-        client.receive(_LOOK_S)
-        snapshot = client.snapshot()
-        if snapshot is not None:
-            watcher.alive(snapshot)
+def _live(launch: "Launch", watcher: Watcher) -> None:
+    """Until the controllers say that all is done."""
+    while not launch.ended:
+        clients = launch.clients
+        for client in clients:
+            client.request_snapshot()
+        for client in clients:
+            client.receive(_LOOK_S / len(clients))
+        snapshots = [client.snapshot() for client in launch.clients]
+        known = [snapshot for snapshot in snapshots if snapshot is not None]
+        if known:
+            watcher.alive(together(known))

@@ -24,7 +24,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     """What anybody may know of an instance.
 
     pid: of its supervisor. started: Unix seconds. url: where it serves HTTP, None if it does not.
-    controller: the ZeroMQ address of its controller.
+    controllers: the ZeroMQ addresses of its controllers, one for each of its instances; controller:
+    the first.
     """
 
     name: str
@@ -34,6 +35,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     topology: str
     started: float
     controller: str
+    controllers: list[str] = []
     url: str | None = None
     state: Literal["starting", "ready"] = "starting"
 

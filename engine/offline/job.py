@@ -198,7 +198,7 @@ def _interrupted(output: Output) -> str:
 
 
 def _start(plan: "Plan", watcher: Watcher) -> AbstractContextManager[Engine]:
-    from engine.launch.instance import start_instance
+    from engine.launch.running import start_instance
 
     return start_instance(plan, watcher.loading)
 

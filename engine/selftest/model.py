@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.control.client import Client
 from engine.control.messages import PrefillRequest, PrefillResult, Snapshot
 from engine.errors import RunError
-from engine.launch.instance import start_instance
 from engine.launch.plan import Plan
+from engine.launch.running import start_instance
 from engine.selftest.checkpoint import VOCABULARY
 from engine.selftest.pairs import OnStep
 from engine.selftest.reference import Reference

@@ -10,6 +10,7 @@ from typing import TypeVar
 import zmq
 
 from engine.errors import RunError
+from engine.launch.host import LocalHost
 from engine.launch.plan import Plan
 from engine.launch.ranks import Ranks
 from engine.launch.supervisor import Supervisor
@@ -58,8 +59,9 @@ def try_ranks(
         address = f"ipc://{supervisor.folder}/control"
         answers = Answers(context, address)
         stack.callback(answers.close)
-        ranks = Ranks(plan, supervisor, address, entries)
-        stack.callback(ranks.close)
+        host = LocalHost(plan, supervisor, entries)
+        stack.callback(host.close)
+        ranks = Ranks(plan, address, lambda _: host)
         ranks.start()
         company = _Company(supervisor, answers, ranks.ids, on_step)
         try:

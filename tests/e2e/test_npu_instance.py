@@ -17,9 +17,9 @@ import pytest
 from engine.control.client import Client
 from engine.control.messages import PrefillRequest
 from engine.errors import RunError
-from engine.launch import ranks
-from engine.launch.instance import start_instance
+from engine.launch import host
 from engine.launch.plan import make_plan
+from engine.launch.running import start_instance
 from engine.launch.runtime_folder import base_folder
 from engine.topology.load import load_topology
 from helpers.checkpoints import checkpoint, reference_logits, token_ids
@@ -47,7 +47,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     for role, entry in ENTRIES.items():
-        monkeypatch.setitem(ranks.ENTRIES, role, entry)
+        monkeypatch.setitem(host.ENTRIES, role, entry)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from engine.control.client import Client
 from engine.kv.load import load_dynamic_cache
 from engine.kv.naming import token_sha256
-from engine.launch.instance import start_instance
+from engine.launch.running import start_instance
 from engine.model.demo import make_demo_checkpoint
 from engine.serve.spec import http_spec
 from helpers.checkpoints import reference_cache, reference_logits

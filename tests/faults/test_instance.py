@@ -13,7 +13,7 @@ from engine.control.client import Client
 from engine.control.messages import PrefillRequest
 from engine.errors import RunError
 from engine.launch import supervisor
-from engine.launch.instance import start_instance
+from engine.launch.running import start_instance
 from engine.launch.supervisor import Supervisor
 from engine.topology.ranks import RankId
 from helpers.checkpoints import checkpoint, token_ids

@@ -17,7 +17,7 @@ import pytest
 from engine.control.client import Client
 from engine.control.messages import PrefillRequest, PrefillResult, RankStatus
 from engine.errors import RunError
-from engine.launch import ranks
+from engine.launch import host
 from engine.topology.ranks import RankId, Role
 from helpers.checkpoints import checkpoint, reference_logits, token_ids
 from helpers.instances import DEADLINE_S, collect, instance, layout, wait_for
@@ -175,7 +175,7 @@ def test_a_prompt_that_kills_its_rank_fails_alone(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     for role, entry in entries.items():
-        monkeypatch.setitem(ranks.ENTRIES, role, entry)
+        monkeypatch.setitem(host.ENTRIES, role, entry)
     model_dir = checkpoint(FAMILY)
     poison = 5
     asked = [PrefillRequest(key, token_ids(100 + key, key)) for key in range(12)]

@@ -56,7 +56,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    from engine.launch import instance
+    from engine.launch import running
 
     bench = Bench(tmp_path, demo)
 
@@ -65,7 +65,7 @@ def bench(tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         with bench.engine.start() as engine:
             yield engine
 
-    monkeypatch.setattr(instance, "start_instance", start)
+    monkeypatch.setattr(running, "start_instance", start)
     return bench
 
 
