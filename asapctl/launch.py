@@ -102,17 +102,15 @@ def launch(
 
         settle = fork()
 
-    import msgspec
-
     from asapctl.launch_view import LaunchView
     from engine.launch.job import Options, run_launch
     from engine.launch.nodes import node_options
 
-    options = Options(topology=topology, model=model, overrides=tuple(changes), name=name)
     with LaunchView(settle) as view:
         nodes = node_options(nnodes, node_rank, rdzv_endpoint, secret_file, on_note=view.note)
-        if nodes.nnodes > 1:
-            options = msgspec.structs.replace(options, nodes=nodes)
+        options = Options(
+            topology=topology, model=model, overrides=tuple(changes), name=name, nodes=nodes
+        )
         run_launch(options, view)
 
 

@@ -1,12 +1,15 @@
 """What flags, torchrun's environment and Slurm's say about this node's place in a launch."""
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from asapctl.cli import app
 from engine.errors import UsageError
 from engine.launch import endpoint as endpoint_module
 from engine.launch.endpoint import endpoint, split_endpoint
@@ -14,7 +17,7 @@ from engine.launch.hostlist import expand, first_host
 from engine.launch.nodes import NodeOptions, node_options, own_address
 
 SECRET = "a secret of some length"
-ELSEWHERE = "192.0.2.1"  # set aside for documentation: nobody has it
+ELSEWHERE = "198.51.100.7"  # set aside for documentation: nobody has it
 
 
 def options(
@@ -235,3 +238,87 @@ def test_the_address_on_the_way_to_node_0() -> None:
     assert own_address("localhost", 9) in ("127.0.0.1", "::1")
     with pytest.raises(UsageError, match=r"^--rdzv-endpoint no\.such\.invalid:9: there is no way"):
         own_address("no.such.invalid", 9)
+
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def dry_run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Runs `asapctl launch --dry-run`, and fails if that would start anything."""
+    from engine.launch import job
+
+    cache = tmp_path_factory.getbasetemp() / "options-cache"  # of the demo model
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    for name in ("PET_NNODES", "PET_RDZV_ENDPOINT", "MASTER_ADDR", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(job, "run_launch", lambda *_: pytest.fail("something was started"))
+    return lambda *words: CliRunner().invoke(app, ["launch", *words, "--dry-run"])
+
+
+def test_a_dry_run_shows_every_node_and_rank(dry_run: Invoke) -> None:
+    result = dry_run("cpu-2a2e", "--nnodes", "4", "--set", "instances.count=2", "--port", "0")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    nodes = [line for line in lines if line.startswith("node ")]
+    assert nodes == [
+        f"node {node}: asapctl launch cpu-2a2e --set instances.count=2 --port 0 --nnodes 4 "
+        f"--node-rank {node} --rdzv-endpoint NODE0:29400 --secret-file SECRET-FILE"
+        for node in range(4)
+    ]
+    ranks = [line.split()[1:4] for line in lines if line.startswith("  instance ")]
+    assert ranks == [
+        [str(instance), role, str(rank)]
+        for instance in range(2)
+        for role in ("attention", "expert")
+        for rank in range(2)
+    ]
+    assert "  controllers of instances 0 to 1, and HTTP" in lines
+
+
+def test_a_dry_run_as_json_has_masks_and_environment(dry_run: Invoke) -> None:
+    result = dry_run(
+        *("d4-t4-e16", "--model", "qwen3-235b-a22b", "--nnodes", "2", "--json"),
+        *("--rdzv-endpoint", "[fd00::1]:7", "--secret-file", "/x y"),
+    )
+    found = json.loads(result.stdout)
+    assert found["transport"] == "hccl"
+    for node, run in enumerate(found["nodes"]):
+        assert run["node_rank"] == node
+        assert run["command"][-8:] == [
+            *("--nnodes", "2", "--node-rank", str(node)),
+            *("--rdzv-endpoint", "[fd00::1]:7", "--secret-file", "/x y"),
+        ]
+        for device, rank in enumerate(run["ranks"]):
+            assert rank["device"] == f"npu {device}"
+            assert rank["environment"]["ASCEND_RT_VISIBLE_DEVICES"] == str(device)
+            assert "HCCL_BUFFSIZE" in rank["environment"]
+    assert [run["controllers"] for run in found["nodes"]] == [[0], []]
+
+
+def test_a_dry_run_tells_what_cannot_be(dry_run: Invoke) -> None:
+    for words, problem in (
+        (("cpu", "--nnodes", "2"), '[attention] groups: "auto" divides what one node has'),
+        (("cpu-2a2e", "--nnodes", "5"), "too few for the 5 nodes of an instance"),
+        (("cpu-2a2e", "--nnodes", "1:2"), "the number of nodes is fixed at the start"),
+        (("cpu-2a2e", "--nnodes", "2", "--rdzv-endpoint", "::1"), "in brackets"),
+    ):
+        result = dry_run(*words)
+        assert result.exit_code == 2
+        assert problem in result.stderr
+    result = CliRunner().invoke(app, ["launch", "--json"])
+    assert (result.exit_code, "belongs to --dry-run" in result.stderr) == (2, True)
+
+
+def test_flags_reach_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.launch import job
+
+    given: list[job.Options] = []
+    monkeypatch.setattr(job, "run_launch", lambda options, _: given.append(options))
+    monkeypatch.setenv("ASAPCTL_SECRET", SECRET)
+    words = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", f"{ELSEWHERE}:7"]
+    assert CliRunner().invoke(app, ["launch", "cpu-2a2e", *words]).exit_code == 0
+    assert CliRunner().invoke(app, ["launch", "cpu-2a2e"]).exit_code == 0
+    several, one = given
+    assert several.nodes == NodeOptions(2, 1, ELSEWHERE, 7, SECRET.encode())
+    assert one.nodes == NodeOptions()

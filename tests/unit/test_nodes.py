@@ -1,9 +1,11 @@
 """Which rank is on which node, and who this node is."""
 
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 
+from engine.topology.load import load_topology
 from engine.topology.nodes import Placement, place
 from engine.topology.ranks import RankId
 from engine.topology.schema import Node
@@ -115,3 +117,12 @@ def test_who_is_not_there_is_not_found() -> None:
     ):
         with pytest.raises(ValueError, match="no "):
             question()
+
+
+def test_the_example_of_the_docs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "multi-node.md").read_text()
+    example = page.split("To say it yourself, one section a node:\n\n")[1].split("\n\n`")[0]
+    path = tmp_path / "my.toml"
+    path.write_text("\n".join(line.removeprefix("    ") for line in example.splitlines()))
+    topology = load_topology(path)
+    assert shown(place(2, 1, 3, 1, 3, topology.nodes)) == ["0:a0 0:a1", "0:e0 0:e1", "0:e2"]

@@ -181,7 +181,9 @@ def manifest(*words: str) -> dict[str, Any]:
 
 
 def test_the_manifest_runs_the_command_of_each_pod() -> None:
-    found = manifest("d4-t4-e16", "--nnodes", "2", "--model", "/models/$(x)", "--name", "mine")
+    found = manifest(
+        "d4-t4-e16", "--nnodes", "2", "--model", "/models/$(LWS_WORKER_INDEX)", "--name", "mine"
+    )
     spec = found["LeaderWorkerSet"]["spec"]
     template = spec["leaderWorkerTemplate"]
     assert (spec["replicas"], template["size"]) == (1, 2)
@@ -190,7 +192,7 @@ def test_the_manifest_runs_the_command_of_each_pod() -> None:
         environ = {"LWS_WORKER_INDEX": str(node), "LWS_LEADER_ADDRESS": "mine-0.mine.default"}
         assert understood([substituted(word, environ) for word in container["command"]]) == {
             "topology": "d4-t4-e16",
-            "model": "/models/$(x)",
+            "model": "/models/$(LWS_WORKER_INDEX)",
             "host": "0.0.0.0",
             "port": 8000,
             "name": "default",
