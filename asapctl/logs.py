@@ -22,7 +22,9 @@ def logs(
     rank: Annotated[
         str | None,
         typer.Option(
-            metavar="R", help="Of one process: attention-0, expert-1, controller, http, ..."
+            metavar="R",
+            help="Of one process: attention-0, expert-1, controller, http, ...; where there are "
+            "several instances: instance-0-attention-0, ...",
         ),
     ] = None,
     follow: Annotated[
@@ -65,6 +67,9 @@ def _find(name: str | None) -> tuple[Path, Callable[[], bool]]:
 
 
 def _print(lines: Iterable[Line], prefix: bool) -> None:
+    width = 11
     with suppress(ReaderGoneError):  # `| head` has seen enough
         for line in lines:
-            sys.stdout.write(f"{line.source:11} | {line.text}\n" if prefix else f"{line.text}\n")
+            width = max(width, len(line.source))
+            start = f"{line.source:{width}} | " if prefix else ""
+            sys.stdout.write(f"{start}{line.text}\n")

@@ -65,7 +65,7 @@ def _missing(
             missing.append(f"instance {number}")
             continue
         there = {str(rank.id) for rank in report.ranks}
-        prefix = f"instance {number}, " if len(answers) > 1 else ""
+        prefix = f"instance {number} " if len(answers) > 1 else ""
         gone = sorted({str(rank.id) for rank in snapshot.ranks} - there)
         missing += [f"{prefix}{name}" for name in gone]
     return missing

@@ -39,7 +39,7 @@ def to_perfetto(*reports: TraceReport) -> dict[str, Any]:
     processes: list[list[_Process]] = []
     pids, arrows = count(1), count(1)
     for number, ranks in enumerate(instances):
-        prefix = f"instance {number}, " if len(reports) > 1 else ""
+        prefix = f"instance {number} " if len(reports) > 1 else ""
         processes.append([(next(pids), prefix, rank) for rank in ranks])
     events: list[Event] = []
     for pid, prefix, rank in chain.from_iterable(processes):
