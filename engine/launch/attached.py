@@ -15,8 +15,7 @@ _TURN_S = 0.01
 
 def controllers_of(record: InstanceRecord) -> list[str]:
     """The addresses of its controllers: one, or with `[instances] count` one for each."""
-    addresses: list[str] = getattr(record, "controllers", None) or [record.controller]
-    return addresses
+    return record.controllers or [record.controller]
 
 
 @contextmanager

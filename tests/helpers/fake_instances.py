@@ -5,7 +5,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -17,10 +17,14 @@ Answer = Callable[[Message], Message | None]
 
 
 class FakeController:
-    """`answer` is called with each message, in a thread; heard: what came, and when."""
+    """`answer` is called with each message, in a thread; heard: what came, and when.
 
-    def __init__(self, record: InstanceRecord, answer: Answer) -> None:
+    address: of its socket; the record's by default.
+    """
+
+    def __init__(self, record: InstanceRecord, answer: Answer, address: str | None = None) -> None:
         self.record = record
+        self._address = address or record.controller
         self.heard: list[tuple[float, Message]] = []
         self.answer = answer
         self._stop = threading.Event()
@@ -37,7 +41,7 @@ class FakeController:
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             socket.linger = 0
-            socket.bind(self.record.controller)
+            socket.bind(self._address)
             while not self._stop.is_set():
                 if socket.poll(20):
                     peer, data = socket.recv_multipart()
@@ -49,14 +53,21 @@ class FakeController:
 
 
 @contextlib.contextmanager
-def fake_instance(home: Path, answer: Answer, name: str = "demo") -> Iterator[FakeController]:
-    """An instance called `name`, for programs whose XDG_RUNTIME_DIR is `home`."""
+def fake_instance(
+    home: Path, answer: Answer, name: str = "demo", more: Sequence[Answer] = ()
+) -> Iterator[FakeController]:
+    """An instance called `name`, for programs whose XDG_RUNTIME_DIR is `home`.
+
+    more: answers of further controllers, when it is several instances.
+    """
     base = home / "asapctl"
     base.mkdir(mode=0o700, exist_ok=True)
     folder = base / name
     folder.mkdir(mode=0o700)
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
+    addresses = [f"ipc://{folder}/control"]
+    addresses += [f"ipc://{folder}/control-{index}" for index in range(1, len(more) + 1)]
     record = InstanceRecord(
         name=name,
         pid=os.getpid(),
@@ -64,13 +75,17 @@ def fake_instance(home: Path, answer: Answer, name: str = "demo") -> Iterator[Fa
         model="/models/demo",
         topology="cpu",
         started=time.time(),
-        controller=f"ipc://{folder}/control",
+        controller=addresses[0],
+        controllers=addresses,
         state="ready",
     )
     write_record(folder, record)
     try:
-        with FakeController(record, answer) as controller:
-            yield controller
+        with contextlib.ExitStack() as others:
+            for other, address in zip(more, addresses[1:], strict=True):
+                others.enter_context(FakeController(record, other, address))
+            with FakeController(record, answer) as controller:
+                yield controller
     finally:
         for path in folder.iterdir():
             path.unlink()

@@ -140,13 +140,13 @@ class Server:
 
     def __init__(
         self,
-        port: int,
+        url: str,
         controllers: Sequence[FakeController],
         front: Front,
         supervisor: socket.socket,
     ) -> None:
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.port = int(url.rpartition(":")[2])
+        self.url = url
         self.controllers = controllers
         self.controller = controllers[0]
         self.front = front
@@ -182,27 +182,34 @@ def served(
     """A server whose controllers' sockets lie in `folder`; `changes` to the HttpSpec."""
     addresses = [f"ipc://{folder}/control-{index}" for index in range(instances)]
     controllers = [FakeController(address) for address in addresses]
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
     link, supervisor = packet_pair()
-    front = Front(
-        spec(controllers=addresses, port=port, **changes), tokenizer or byte_tokenizer(), link
-    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    changes["port"] = listener.getsockname()[1]
+    front = Front(spec(controllers=addresses, **changes), tokenizer or byte_tokenizer(), link)
+    try:
+        with running(front, listener) as url:
+            test = Server(url, controllers, front, supervisor)
+            with test.client:
+                yield test
+    finally:
+        for end in (link, supervisor, listener):
+            end.close()
+        for controller in controllers:
+            controller.close()
+
+
+@contextmanager
+def running(front: Front, listener: socket.socket) -> Iterator[str]:
+    """Serves in a thread; the URL."""
     server = make_server(front)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
         wait_until(lambda: server.started, "the server starts")
-        test = Server(port, controllers, front, supervisor)
-        with test.client:
-            yield test
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()
-        for end in (listener, link, supervisor):
-            end.close()
-        for controller in controllers:
-            controller.close()
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
