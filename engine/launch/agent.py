@@ -30,6 +30,7 @@ from engine.launch.orders import (
     TellPeer,
     decode,
     encode,
+    reason_of,
 )
 from engine.launch.plan import Plan
 from engine.launch.supervisor import Exit, Supervisor
@@ -53,6 +54,7 @@ class Agent:
         self._heard = time.monotonic()
         self._beat_at = 0.0
         self._over = False
+        self._early: list[Order] = []  # came with the welcome
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(supervisor.fileno(), zmq.POLLIN)
@@ -66,11 +68,13 @@ class Agent:
         hello = NodeHello(self._plan.node_rank, self._plan.address, self._plan.fingerprint(), first)
         while True:
             self._send(hello)
-            for order in self._receive(BEAT_S):
+            orders = self._receive(BEAT_S)
+            for place, order in enumerate(orders):
                 match order:
                     case NodeWelcome(longest):
                         if refusal := self._plan.refusal(longest):
                             raise UsageError(refusal)
+                        self._early = orders[place + 1 :]  # node 0 may not have waited
                         return
                     case NodeRefused(reason):
                         raise RunError(f"{self._where} refuses this node: {reason}")
@@ -88,6 +92,8 @@ class Agent:
     def serve(self) -> None:
         """Until node 0 says that it is over. RunError: node 0 is lost, or the launch failed."""
         self._heard = time.monotonic()
+        for order in self._early:
+            self._obey(order)
         while not self._over:
             for order in self._receive(max(0.0, self._beat_at - time.monotonic())):
                 self._obey(order)
@@ -170,7 +176,7 @@ def joined(
             yield agent
         except BaseException as error:
             if agent is not None:
-                agent.leave(str(error) or "it was interrupted")
+                agent.leave(reason_of(error))
             raise
         finally:
             if agent is not None:

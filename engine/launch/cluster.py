@@ -21,6 +21,7 @@ from engine.launch.orders import (
     NodeWelcome,
     Order,
     RankExited,
+    reason_of,
 )
 from engine.launch.plan import Plan
 from engine.launch.switchboard import Said, Silent, Switchboard
@@ -59,9 +60,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What the launch failed of; an interrupt says nothing by itself.
-        failed = None if error is None else str(error) or "it was interrupted"
-        self._switchboard.close(failed)
+        self._switchboard.close(None if error is None else reason_of(error))
 
     def fileno(self) -> int:
         """Readable when `check` has something to do."""

@@ -107,6 +107,16 @@ Order: TypeAlias = (
 
 BEAT_S = 1.0
 
+
+def reason_of(error: BaseException) -> str:
+    """Why a node ends, for the others."""
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    if isinstance(error, SystemExit):
+        return "it was told to end"
+    return str(error) or type(error).__name__
+
+
 encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Order)
 

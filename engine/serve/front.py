@@ -53,9 +53,9 @@ class Front:
         """link: brings the supervisor's notices. Raises OSError: the KV folder cannot be made."""
         self.spec = spec
         self.tokenizer = tokenizer
-        self.metrics = Metrics(spec.max_queue, instances=len(spec.addresses))
+        self.metrics = Metrics(spec.max_queue, instances=len(spec.controllers))
         self.kv = KvStore(spec.kv) if spec.kv is not None else None
-        self.fleet = Fleet(spec.addresses, spec.cost)
+        self.fleet = Fleet(spec.controllers, spec.cost)
         self._link = link
         self._places = Budget(spec.max_queue, "prompts")
         self._bytes = Budget(_BODIES * spec.max_body_bytes, "bytes of requests")

@@ -23,8 +23,8 @@ class KvFolder(msgspec.Struct, frozen=True):
 
 
 class HttpSpec(msgspec.Struct, frozen=True):
-    """model: the name that clients use. controllers: of each instance, their addresses, known once
-    they start; controller: of the only one. cost: what prompts are weighed by.
+    """model: the name that clients use. controllers: the address of each
+    instance's, known once they start. cost: what prompts are weighed by.
 
     host, port: where the listening socket is bound. max_queue: most prompts at a time, waiting or
     running. body_timeout_s: how long a client may take to send the headers, and then the body.
@@ -37,7 +37,6 @@ class HttpSpec(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     fingerprint: str
     instance: str = ""
-    controller: str = ""
     controllers: list[str] = []
     cost: PromptCost = PromptCost()
     host: str = "127.0.0.1"
@@ -47,11 +46,6 @@ class HttpSpec(msgspec.Struct, frozen=True):
     max_body_bytes: int = 32_000_000
     body_timeout_s: float = 30.0
     kv: KvFolder | None = None
-
-    @property
-    def addresses(self) -> list[str]:
-        """Of all controllers."""
-        return self.controllers or [self.controller]
 
 
 def http_spec(plan: "Plan", *, host: str, port: int, api_key: str | None) -> HttpSpec:

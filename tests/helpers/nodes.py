@@ -60,7 +60,7 @@ class Node:
     @property
     def error(self) -> str:
         """What it ended with, which for a failure names the cause."""
-        start = self.stderr.rfind("error: ")
+        start = self.stderr.find("error: ")
         return self.stderr[start:] if start >= 0 else ""
 
     def url(self) -> str:

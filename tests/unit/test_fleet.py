@@ -12,9 +12,13 @@ import msgspec
 import pytest
 
 from engine.control.messages import PrefillRequest, PrefillResult, Refused
+from engine.model.architecture import Latent
+from engine.model.config import load_config
+from engine.model.work import prefill_flops
 from engine.schedule.cost import PromptCost
 from engine.serve.notices import InstanceBack, InstanceLost
-from engine.serve.spec import KvFolder
+from engine.serve.spec import KvFolder, prompt_cost
+from helpers.checkpoints import checkpoint
 from helpers.serving import HEALTHY, Server, served, wait_until
 
 
@@ -85,6 +89,21 @@ def test_a_prompts_cost_is_linear_and_quadratic_and_knows_windows() -> None:
     assert windowed.of(100) == PromptCost(pair=0.01).of(100) == 150
     assert windowed.of(1000) == 1000 + 50 + 900
     assert PromptCost(pair=1e-9).of(1) == 1
+
+
+def test_a_models_operations() -> None:
+    config = load_config(checkpoint("qwen3_moe"))
+    attention = 32 * (64 + 32 + 32) + 64 * 32  # queries, keys, values; and back
+    router, experts = 8 * 32, 2 * (3 * 32 * 24)
+    assert prefill_flops(config) == (
+        2 * 3 * (attention + router + experts),
+        3 * 2 * (4 * (16 + 16)),  # layers; heads, for the score and for the value
+    )
+    latent = load_config(checkpoint("deepseek_v3"))
+    assert isinstance(latent.attention, Latent)
+    widths = latent.attention.nope_dim + latent.attention.rope_dim + latent.attention.value_dim
+    assert prefill_flops(latent).pair == 2 * latent.attention.heads * widths * latent.layers
+    assert prompt_cost(latent).of(1000) > 1000
 
 
 def test_work_is_weighed_not_requests(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
