@@ -23,7 +23,7 @@ from helpers.nodes import NODE_TIMEOUT_S, PORT, Cluster, Node, ask, assert_same
 from helpers.program import run
 
 FAMILY = "qwen3_moe"
-NOTICED_S = NODE_TIMEOUT_S + 5
+NOTICED_S = 25.0  # node_timeout_s, and the end of processes on a busy machine
 PROMPTS = [token_ids(length) for length in (1, 3, 70, 200)]
 LOGPROBS = {"logprobs": 3, "prompt_logprobs": 2}
 
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_on_another_node_comes_back_and_no_request_is_lost
 def test_a_second_launch_on_the_same_port_is_refused(running: Running) -> None:
     cluster, nodes, _ = running
     second = cluster.start(0, 3, "--name", "second", folder="second")
-    assert second.ends(20) != 0
+    assert second.ends(30) != 0
     assert str(PORT) in second.error
     assert "in use" in second.error
     assert not any(node.ended for node in nodes)
@@ -129,7 +129,7 @@ def test_a_stranger_is_refused_and_named(running: Running) -> None:
     cluster, nodes, url = running
     wrong = cluster.secret_file("wrong", "another secret of the same length!")
     stranger = cluster.start(2, 3, secret=wrong, folder="stranger")
-    assert stranger.ends(20) == 1
+    assert stranger.ends(30) == 1
     assert "secret" in stranger.error
     address = nodes[2].host.address
     wait_for(lambda: f"refused a connection from {address}" in nodes[0].stderr, "it is said")
@@ -143,7 +143,7 @@ def test_a_stranger_is_refused_and_named(running: Running) -> None:
 def test_a_node_that_never_comes(late: int, cluster: Cluster) -> None:
     started = time.monotonic()
     node = cluster.start(1 - late, 2, "--set", "comm.connect_timeout_s=2")
-    assert node.ends(20) == 1
+    assert node.ends(30) == 1
     assert time.monotonic() - started > 2
     assert f"node {late}" in node.error
     assert "2 s" in node.error
@@ -163,9 +163,9 @@ def test_a_node_that_was_started_differently_is_refused_by_name(
     else:
         other = cluster.start(1, 2, *timeout, *differs)
     first = cluster.start(0, 2, *timeout)
-    assert other.ends(20) == 1
+    assert other.ends(30) == 1
     assert named in other.error
-    assert first.ends(20) == 1
+    assert first.ends(30) == 1
     assert "node 1" in first.error
     cluster.assert_nothing_left()
 
@@ -205,9 +205,9 @@ def test_an_interrupt_at_one_node_ends_all_and_names_it(cluster: Cluster) -> Non
     with nodes[0].host.entered():
         assert ask(url, PROMPTS[2])
     nodes[1].process.send_signal(signal.SIGINT)
-    assert nodes[1].ends(10) == 130
+    assert nodes[1].ends(25) == 130
     for node in (nodes[0], nodes[2]):
-        assert node.ends(10) == 1
+        assert node.ends(25) == 1
         assert "node 1" in node.error
         assert "Traceback" not in node.stderr
     cluster.assert_nothing_left()
@@ -217,7 +217,7 @@ def test_stop_ends_all_nodes(cluster: Cluster) -> None:
     nodes = cluster.start_all(2)
     nodes[0].url()
     assert run("stop", env=nodes[0].env).returncode == 0
-    assert [node.ends(10) for node in nodes] == [0, 0]
+    assert [node.ends(25) for node in nodes] == [0, 0]
     cluster.assert_nothing_left()
 
 
