@@ -28,6 +28,7 @@ from engine.launch.signals import handled_by
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 15.0
 _MOST_IN_FLIGHT = 128  # file descriptors
+_SECRETS = ("ASAPCTL_SECRET", "ASAPCTL_API_KEY")
 
 
 class Exit(NamedTuple):
@@ -216,10 +217,13 @@ def _fail(exit_: Exit) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """One thread a process, and no accelerator plug-in imported before its rank asks for it."""
+    """One thread a process, no accelerator plug-in imported before its rank asks for it, and no
+    secret that processes are handed where they need it.
+    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     return {
-        **os.environ,
+        **kept,
         **threads,
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "PYTHONSAFEPATH": "1",
