@@ -144,7 +144,7 @@ def _row(index: int, one: Shown, chosen: bool) -> Text:
         ttft = seconds(snapshot.ttft.p50) if snapshot.ttft.count else "-"
         cells = [
             *(f"{snapshot.running:,}", f"{snapshot.waiting:,}", count(snapshot.finished)),
-            *(count(snapshot.tokens_per_s), ttft, count(getattr(snapshot, "work", 0))),
+            *(count(snapshot.tokens_per_s), ttft, count(snapshot.work)),
         ]
     text = Text(_cells([f"{'>' if chosen else ' '} {index}", health, *cells]).rstrip())
     start = _WIDTHS[0] + 1

@@ -16,7 +16,10 @@ from engine.launch.attached import attached, fresh_snapshots
 from engine.launch.registry import InstanceRecord
 
 ANSWER_S = 2.0  # a controller that takes longer is called silent
-_SUMS = ("running", "waiting", "finished", "failed", "prompt_tokens", "tokens_per_s", "goodput")
+_SUMS = (
+    *("running", "waiting", "finished", "failed"),
+    *("prompt_tokens", "tokens_per_s", "goodput", "work"),
+)
 
 
 def snapshots_of(record: InstanceRecord) -> list[Snapshot | None]:

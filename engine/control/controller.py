@@ -49,6 +49,7 @@ from engine.control.messages import (
 from engine.control.statistics import Statistics
 from engine.control.tracing import TraceCollector
 from engine.curve import Keys
+from engine.schedule.cost import PromptCost
 from engine.schedule.policy import AsapPolicy
 from engine.schedule.types import Assignment, Batch, Request
 from engine.topology.ranks import RankId
@@ -75,6 +76,7 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     stall_timeout_s: float = 60.0
     ttft_slo_s: float | None = None
     tensor_parallel: int = 1
+    cost: PromptCost = PromptCost()
     remote: str | None = None
     keys: Keys | None = None
 
@@ -110,6 +112,7 @@ class Controller:
 
     spec: ControllerSpec
     policy: AsapPolicy
+    machine: str = ""  # whose clock times are on
     statistics: Statistics = field(default_factory=Statistics)
     outbox: deque[tuple[bytes, Message]] = field(default_factory=deque)
     _ranks: dict[tuple[str, int], _Rank] = field(default_factory=dict)
@@ -199,6 +202,7 @@ class Controller:
             finished=0,
             failed=0,
             ranks=ranks,
+            work=sum(self.spec.cost.of(len(p.request.token_ids)) for p in self._pending.values()),
             quitting=self._quitting,
             problems=self._problems(stalled),
         )
@@ -286,7 +290,7 @@ class Controller:
                     if all(member.ready for member in self._members(group)):
                         self.policy.recovered(group)
             case Spans(spans):
-                self._traces.add(spans)
+                self._traces.add(spans, now, self.machine)
             case Hello():  # again, because the answer took long
                 self.outbox.append((rank.peer or b"", Welcome()))
             case _:

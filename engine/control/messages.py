@@ -197,7 +197,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
     ttft: of the last minute, from submission to result. tokens_per_s: prompt tokens of the last
     ten seconds. goodput: prompts per second of the last minute that met `ttft_slo_s`; without a
-    target, prompts per second. quitting: no more requests are taken. problems: what is wrong, in
+    target, prompts per second. work: what the prompts that wait or run are predicted to take, see
+    engine.schedule.cost. quitting: no more requests are taken. problems: what is wrong, in
     sentences; empty is healthy. history: the last minute, oldest first.
     """
 
@@ -213,6 +214,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     ttft: Latency = Latency()
     goodput: float = 0.0
     ttft_slo_s: float | None = None
+    work: int = 0
     quitting: bool = False
     problems: list[str] = []
     history: list[HistoryPoint] = []
@@ -238,12 +240,16 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSpans(msgspec.Struct, frozen=True):
-    """dropped: spans that were not recorded because there were too many."""
+    """dropped: spans that were not recorded because there were too many. machine: whose monotonic
+    clock the times are on (`engine.control.clock`), sent_at: when they were sent, by that clock.
+    """
 
     id: RankId
     pid: int
     spans: list[Span]
     dropped: int = 0
+    machine: str = ""
+    sent_at: float = 0.0
 
 
 class TraceReport(msgspec.Struct, frozen=True, tag=True):

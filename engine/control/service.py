@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 import zmq
 
+from engine.control.clock import this_machine
 from engine.control.controller import Controller, ControllerSpec
 from engine.control.messages import Refused, decode, encode
 from engine.control.statistics import Statistics
@@ -37,7 +38,7 @@ def main(payload: bytes, fds: list[int]) -> None:
         exclusive_tokens=spec.exclusive_tokens,
         max_wait_s=spec.max_wait_s,
     )
-    controller = Controller(spec, policy, Statistics(spec.ttft_slo_s))
+    controller = Controller(spec, policy, this_machine(), Statistics(spec.ttft_slo_s))
     with zmq.Context() as context, Gatekeeper(context, spec.keys, log) as gatekeeper:
         sockets = {b"": _router(context)}
         sockets[b""].bind(spec.address)

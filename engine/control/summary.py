@@ -27,6 +27,7 @@ def together(snapshots: Sequence[Snapshot]) -> Snapshot:
         prompt_tokens=sum(s.prompt_tokens for s in snapshots),
         tokens_per_s=sum(s.tokens_per_s for s in snapshots),
         goodput=sum(s.goodput for s in snapshots),
+        work=sum(s.work for s in snapshots),
         ttft=msgspec.structs.replace(slowest, count=count) if count else Latency(),
         quitting=all(s.quitting for s in snapshots),
         problems=[

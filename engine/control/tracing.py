@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.control.messages import RankSpans, TraceReport
 from engine.topology.ranks import RankId
 
@@ -30,7 +32,12 @@ class TraceCollector:
     def start(self, client: bytes, ranks: set[RankId], now: float, seconds: float) -> None:
         self._open.append(_Trace(client, now, now + seconds, set(ranks)))
 
-    def add(self, spans: RankSpans) -> None:
+    def add(self, spans: RankSpans, now: float, machine: str) -> None:
+        """`machine`: whose clock `now` is on. Spans of another machine are put on it, as if they
+        had taken no time to come.
+        """
+        if spans.machine != machine:
+            spans = _shifted(spans, now - spans.sent_at)
         for trace in self._open:
             if spans.id in trace.missing:
                 trace.missing.discard(spans.id)
@@ -46,3 +53,11 @@ class TraceCollector:
         done = [t for t in self._open if now >= t.end and (not t.missing or now > t.end + _GRACE_S)]
         self._open = [trace for trace in self._open if trace not in done]
         return [(t.client, TraceReport(t.start, t.end, t.spans)) for t in done]
+
+
+def _shifted(spans: RankSpans, by: float) -> RankSpans:
+    moved = [
+        msgspec.structs.replace(span, start=span.start + by, end=span.end + by)
+        for span in spans.spans
+    ]
+    return msgspec.structs.replace(spans, spans=moved)

@@ -18,6 +18,7 @@ from engine.launch.orders import Death
 from engine.launch.plan import Plan
 from engine.launch.ranks import Ranks
 from engine.launch.supervisor import Supervisor
+from engine.serve.spec import prompt_cost
 from engine.topology.ranks import RankId
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Instance:
             stall_timeout_s=schedule.stall_timeout_s,
             ttft_slo_s=schedule.ttft_slo_s,
             tensor_parallel=self._plan.tensor_parallel,
+            cost=prompt_cost(self._plan.config),
             remote=self._remote,
             keys=self._keys,
         )

@@ -151,7 +151,7 @@ def _prepare(
     with problems.gathered():
         plan = plan_of(
             options.topology or DEFAULT_TOPOLOGY,
-            options.overrides,
+            [*options.overrides, "instances.count=1"],  # several are for what comes over HTTP
             options.model,
             keep_kv=options.kv_dir is not None,
             on_note=notes.append,

@@ -124,7 +124,9 @@ def _begin(plan: Plan) -> Report:
 
 def _plan(options: Options, model_dir: Path, changes: Sequence[str]) -> Plan:
     limits = f"model.max_model_len={_LONGEST}"
-    return plan_of(options.topology, [*options.overrides, limits, *changes], model_dir)
+    return plan_of(
+        options.topology, [*options.overrides, "instances.count=1", limits, *changes], model_dir
+    )
 
 
 def _window(topology: Topology) -> list[str]:

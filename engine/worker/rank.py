@@ -14,6 +14,7 @@ import torch
 import zmq
 
 from engine import __version__
+from engine.control.clock import this_machine
 from engine.control.messages import (
     Agreement,
     Hello,
@@ -104,7 +105,9 @@ class ControlLink:
 
     def send_spans(self, recorder: Recorder) -> None:
         """Ends a recording."""
-        self.send(Spans(RankSpans(self._spec.id, os.getpid(), *recorder.take())))
+        spans, dropped = recorder.take()
+        ours = this_machine(), time.monotonic()
+        self.send(Spans(RankSpans(self._spec.id, os.getpid(), spans, dropped, *ours)))
 
     def report_step(self, progress: Callable[[], Progress], predicted_s: float) -> None:
         """To be called before every step. A report goes out now and then, and before a long step:

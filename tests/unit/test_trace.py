@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.control.messages import RankSpans, Span, TraceReport
 from engine.control.perfetto import to_perfetto
+from engine.control.tracing import TraceCollector
 from engine.topology.ranks import RankId
 from engine.worker import recorder as module
 from engine.worker.recorder import Recorder
@@ -173,3 +174,16 @@ def test_too_many_spans_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ([span.batch for span in spans], dropped) == ([0, 1, 2], 2)
     with pytest.raises(ValueError, match="it"), recorder.span("attend"):
         raise ValueError("it")
+
+
+def test_times_of_another_machine_are_put_on_the_clock_of_this_one() -> None:
+    client, rank = b"client", RankId("expert", 0)
+    spans = RankSpans(rank, 7, [Span("serve", 5.0, 6.0)], machine="there", sent_at=8.0)
+    found = []
+    for machine in ("there", "here"):
+        traces = TraceCollector()
+        traces.start(client, {rank}, 100.0, 1.0)
+        traces.add(spans, 102.0, machine)
+        ((_, report),) = traces.finished(102.0)
+        found.append([(span.start, span.end) for span in report.ranks[0].spans])
+    assert found == [[(5.0, 6.0)], [(99.0, 100.0)]]
