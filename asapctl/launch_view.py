@@ -2,16 +2,12 @@
 
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from asapctl import units
-from asapctl.interrupts import uninterrupted
+from asapctl.live_lines import LiveLines
 from engine.control.messages import Snapshot
 from engine.errors import RunError
 from engine.topology.ranks import RankId
@@ -23,7 +19,7 @@ _REDRAW_S = 0.5
 _PLAIN_S = 60.0
 
 
-class LaunchView:
+class LaunchView(LiveLines):
     """Shows an instance on standard error; its URL alone goes to standard output.
 
     Without a terminal, a line is printed every minute in which something was done. settle: of a
@@ -31,59 +27,34 @@ class LaunchView:
     """
 
     def __init__(self, settle: "Settle | None" = None) -> None:
+        super().__init__(_REDRAW_S)
         self._settle = settle
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._live: Live | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._loaded: set[RankId] = set()
-        self._next_draw = 0.0
         self._last_line: tuple[int, int] = (0, 0)
-
-    def __enter__(self) -> "LaunchView":
-        if self._live is not None:
-            with uninterrupted():
-                self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end_live()
-
-    def note(self, text: str) -> None:
-        with uninterrupted():
-            self._console.print(Text(text))
 
     def loading(self, snapshot: Snapshot) -> None:
         for rank in snapshot.ranks:
             if rank.ready and rank.id not in self._loaded:
                 self._loaded.add(rank.id)
                 self.note(f"{rank.id}: ready after {units.seconds(rank.load_seconds)}")
-        self._draw(f"loading: {len(self._loaded)} of {len(snapshot.ranks)} ranks ready")
+        self.draw(f"loading: {len(self._loaded)} of {len(snapshot.ranks)} ranks ready")
 
     def ready(self, name: str, url: str, logs: Path) -> None:
-        self._end_live()
+        self._stop()
         try:
             typer.echo(f"{name} {url}")
         except RunError as error:  # no reason to end what serves
             self.note(f"{error}; {name} serves at {url}")
         if self._settle is not None:
             self._settle(logs / "supervisor.log")
-            self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._begin()
+        self._start()
+        if self._settle is not None:
             self.note(f"{_now()} ready at {url}")
-        elif self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            with uninterrupted():
-                self._live.start()
-        self._next_draw = 0.0
 
     def alive(self, snapshot: Snapshot) -> None:
         if self._live is not None:
-            self._draw(live_text(snapshot))
+            self.draw(live_text(snapshot))
             return
         now, done = time.monotonic(), (snapshot.finished, snapshot.failed)
         if now >= self._next_draw:
@@ -93,22 +64,9 @@ class LaunchView:
                 self.note(f"{_now()} {live_text(snapshot)}")
 
     def failed(self, error: Exception) -> None:
-        self._end_live()
+        self._stop()
         if self._settle is not None:  # whatever is written later misses the logs that are kept
             self.note(f"{_now()} {error}")
-
-    def _draw(self, text: str) -> None:
-        now = time.monotonic()
-        if self._live is not None and now >= self._next_draw:
-            self._next_draw = now + _REDRAW_S
-            with uninterrupted():
-                self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
-
-    def _end_live(self) -> None:
-        if self._live is not None:
-            with uninterrupted():
-                self._live.stop()
-            self._live = None
 
 
 def live_text(snapshot: Snapshot) -> str:

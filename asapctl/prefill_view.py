@@ -5,14 +5,11 @@ import stat
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
-from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
-from asapctl.interrupts import uninterrupted
+from asapctl.live_lines import LiveLines
 from engine.control.messages import Snapshot
 from engine.files import exists, is_file
 from engine.offline.paths import STANDARD, named_output
@@ -22,54 +19,22 @@ _REDRAW_S = 0.2
 _MESSAGE = 300
 
 
-class PrefillView:
+class PrefillView(LiveLines):
     """Shows a run on standard error; nothing but notes and the summary without a terminal."""
 
     def __init__(self, live: bool = True) -> None:
         """live: whether progress may be drawn (see `may_draw`)."""
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._live: Live | None = None
-        if live and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._next_draw = 0.0
-
-    def __enter__(self) -> "PrefillView":
-        if self._live is not None:
-            with uninterrupted():
-                self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            with uninterrupted():
-                self._live.stop()
-
-    def note(self, text: str) -> None:
-        with uninterrupted():
-            self._console.print(Text(text))
+        super().__init__(_REDRAW_S, live)
 
     def loading(self, snapshot: Snapshot) -> None:
         ready = sum(rank.ready for rank in snapshot.ranks)
-        self._draw(f"loading: {ready} of {len(snapshot.ranks)} ranks ready")
+        self.draw(f"loading: {ready} of {len(snapshot.ranks)} ranks ready")
 
     def progress(self, tally: Tally, size: int | None, snapshot: Snapshot | None) -> None:
-        self._draw(progress_text(tally, size, snapshot, time.monotonic()))
+        self.draw(progress_text(tally, size, snapshot, time.monotonic()))
 
     def print_summary(self, summary: Summary) -> None:
         self._console.print(Text(summary_text(summary)))
-
-    def _draw(self, text: str) -> None:
-        now = time.monotonic()
-        if self._live is None or now < self._next_draw:
-            return
-        self._next_draw = now + _REDRAW_S
-        with uninterrupted():
-            self._live.update(_cropped(text, self._console.width), refresh=True)
 
 
 def may_draw(source: str, output: str | None) -> bool:
@@ -87,18 +52,6 @@ def may_draw(source: str, output: str | None) -> bool:
         return stat.S_ISREG(os.fstat(1).st_mode)
     except OSError:
         return False
-
-
-def _cropped(text: str, width: int) -> Text:
-    """Every line of `text` within `width`, with room for the ^C that a terminal may add. A line
-    that the terminal wraps could not be taken away again.
-    """
-    lines = [Text(line) for line in text.split("\n")]
-    for line in lines:
-        line.truncate(max(1, width - 4), overflow="ellipsis")
-    joined = Text("\n", no_wrap=True).join(lines)
-    joined.no_wrap = True
-    return joined
 
 
 def progress_text(tally: Tally, size: int | None, snapshot: Snapshot | None, now: float) -> str:

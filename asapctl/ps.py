@@ -40,20 +40,18 @@ def _print(records: list[InstanceRecord], now: float) -> None:
     from asapctl.prefill_view import duration
     from engine.launch.attached import controllers_of
 
-    several = any(len(controllers_of(record)) > 1 for record in records)
-    columns = ["name", "pid", "command", "model", "url", "state", "uptime"]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns + ["instances"] * several:
+    for column in ("name", "pid", "command", "model", "url", "state", "uptime"):
         table.add_column(column, no_wrap=column != "model", overflow="fold")
     for record in records:
+        instances = len(controllers_of(record))
         table.add_row(
             record.name,
             str(record.pid),
-            record.command,
+            f"{record.command} x{instances}" if instances > 1 else record.command,
             Path(record.model).name,
             record.url or "-",
             record.state,
             duration(max(0.0, now - record.started)),
-            *[str(len(controllers_of(record)))] * several,
         )
     Console(highlight=False).print(table)

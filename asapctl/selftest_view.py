@@ -1,16 +1,12 @@
 """What a self-test shows: the step that it is at, and its report."""
 
-import time
-from types import TracebackType
-
 import msgspec
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from asapctl.interrupts import uninterrupted
+from asapctl.live_lines import LiveLines
 from engine.echo import encodable
 from engine.selftest.messages import OperatorResult
 from engine.selftest.report import Pair, RankOperators, Report
@@ -18,42 +14,14 @@ from engine.selftest.report import Pair, RankOperators, Report
 _REDRAW_S = 0.2
 
 
-class SelftestView:
+class SelftestView(LiveLines):
     """Notes go to standard error; steps too, on a terminal."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._live: Live | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._next_draw = 0.0
-
-    def __enter__(self) -> "SelftestView":
-        if self._live is not None:
-            with uninterrupted():
-                self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            with uninterrupted():
-                self._live.stop()
-
-    def note(self, text: str) -> None:
-        with uninterrupted():
-            self._console.print(Text(text))
+        super().__init__(_REDRAW_S)
 
     def step(self, text: str) -> None:
-        now = time.monotonic()
-        if self._live is not None and now >= self._next_draw:
-            self._next_draw = now + _REDRAW_S
-            with uninterrupted():
-                self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+        self.draw(text)
 
 
 def report_json(report: Report) -> str:

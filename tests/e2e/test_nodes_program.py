@@ -19,7 +19,7 @@ from helpers.checkpoints import checkpoint, token_ids
 from helpers.instances import wait_for
 from helpers.launched import instances, launched, private_home
 from helpers.netns import Host, hosts
-from helpers.nodes import NODE_TIMEOUT_S, PORT, Cluster, Node, ask, assert_same
+from helpers.nodes import PORT, Cluster, Node, ask, assert_same
 from helpers.program import run
 
 FAMILY = "qwen3_moe"

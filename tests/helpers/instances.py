@@ -7,8 +7,8 @@ from pathlib import Path
 
 from engine.control.client import Client
 from engine.control.messages import PrefillRequest, PrefillResult
-from engine.launch.running import start_instance
 from engine.launch.plan import Plan, make_plan
+from engine.launch.running import start_instance
 from engine.topology.load import load_topology
 
 DEADLINE_S = 120.0

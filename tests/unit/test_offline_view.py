@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asapctl.prefill_view import _cropped, duration, may_draw, progress_text, summary_text
+from asapctl.live_lines import cropped
+from asapctl.prefill_view import duration, may_draw, progress_text, summary_text
 from engine.control.durations import Durations
 from engine.control.messages import RankStatus, Snapshot
 from engine.offline.stats import Summary, Tally, summarize
@@ -57,7 +58,7 @@ def test_drawn_lines_never_reach_the_edge() -> None:
     text = progress_text(Tally(), None, Snapshot(True, 0, 0, 0, 0, ranks), now=1.0)
     for width in (20, 50, 300):
         console = Console(width=width, file=io.StringIO())
-        lines = console.render_lines(_cropped(text, width), pad=False)
+        lines = console.render_lines(cropped(text, width), pad=False)
         assert len(lines) == 2
         assert all(sum(segment.cell_length for segment in line) <= width - 4 for line in lines)
 

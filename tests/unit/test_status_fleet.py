@@ -162,8 +162,7 @@ def test_json_has_all(home: Path) -> None:
     ]
     assert shown["instances"][1]["problems"] == ["expert 0 is stalled"]
     assert len(shown["instances"][0]["ranks"]) == 4
-    last = [line.split()[-1] for line in listed.stdout.splitlines() if line.strip()]
-    assert (last[0], last[-1]) == ("instances", "2")
+    assert "launch x2" in listed.stdout
 
 
 def test_one_that_is_silent_is_told_from_the_others(home: Path) -> None:
