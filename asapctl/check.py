@@ -180,7 +180,8 @@ def _print(plan: Plan, notes: list[str]) -> None:
         f"{plan.lanes} a group, of {schedule.min_batch_tokens} to "
         f"{schedule.max_batch_tokens} tokens",
     )
-    say("windows", f"{plan.window_tokens} tokens a dispatch, {plan.transport}")
+    tokens = "1 token" if plan.window_tokens == 1 else f"{plan.window_tokens} tokens"
+    say("windows", f"{tokens} a dispatch, {plan.transport}")
     for label, text in node_lines(plan):
         say(label, text)
     console.print(rank_table(plan.ranks, elsewhere(plan)))

@@ -2,18 +2,20 @@
 
 Two collectives of a process group, the same for gloo, NCCL and HCCL. All members call the same
 methods in the same order with the same number of tokens; a member that is missing makes the others
-raise RuntimeError, at once or after the group's timeout. On a device with streams the methods
+raise RunError, at once or after the group's timeout. On a device with streams the methods
 return when the work is queued, as any operator does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.errors import RunError
 from engine.topology.shard import Shard, member_rows, most_rows
 
 
@@ -71,7 +73,7 @@ class TensorParallel:
         own, most = self.rows(tokens), most_rows(tokens, self.size)
         sent = _padded(partial, most * self.size)
         parts = torch.empty_like(sent)
-        self._group.alltoall_base(parts, sent, [], []).wait()
+        self._wait(self._group.alltoall_base, parts, sent, [], [])
         mine = parts.view(self.size, most, *partial.shape[1:])[:, : own.stop - own.start]
         total = mine[0].to(torch.float32, copy=True)
         for member in range(1, self.size):
@@ -94,8 +96,14 @@ class TensorParallel:
         assert self._group is not None
         everything = own.new_empty(self.size * len(own), *own.shape[1:])
         if everything.numel():
-            self._group._allgather_base(everything, own).wait()
+            self._wait(self._group._allgather_base, everything, own)
         return everything
+
+    def _wait(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            collective(*arguments).wait()
+        except RuntimeError as error:
+            raise RunError(f"another rank of the attention group is gone: {error}") from error
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -28,7 +29,9 @@ class Link:
     name: for messages. connect: builds the communicator, and blocks for as long as that takes.
     sends: which end this is. device: whose memory the messages lie in. overlap: on a stream of its
     own, where the device has streams. ahead: a message is reported when the device will receive it
-    before what is launched after the event, and not only when it has.
+    before what is launched after the event, and not only when it has. patience_s: how long
+    after its start a link that has failed may wait to be closed, because the peer has another life,
+    before that is reported.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Link:
         device: Device,
         overlap: bool,
         ahead: bool = False,
+        patience_s: float = 0.0,
     ) -> None:
         self.after: Link | None = None  # connects first
         self._name = name
@@ -47,8 +51,9 @@ class Link:
         self._device = device
         self._overlap = overlap
         self._ahead = ahead
+        self._patience_s = patience_s
         self._connected = threading.Event()
-        self._closed = False
+        self._closed = threading.Event()
         self._queue: SimpleQueue[tuple[Tensor, Bell | None, Any] | None] = SimpleQueue()
 
     @property
@@ -60,7 +65,14 @@ class Link:
         has been received, and with what went wrong.
         """
         # As a daemon: a thread that waits for a rank that is dead must not keep a process alive.
-        threading.Thread(target=self._run, args=(report,), name=self._name, daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._run, args=(report,), name=self._name, daemon=True
+        )
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until the thread of a closed link has ended."""
+        self._thread.join(timeout_s)
 
     def put(self, message: Tensor, bell: Bell | None = None) -> None:
         """The contents of `message` go out, or come in; on a device, after what was launched so
@@ -70,10 +82,11 @@ class Link:
 
     def close(self) -> None:
         """Ends the thread once it is idle. What is under way may still fail; nobody hears of it."""
-        self._closed = True
+        self._closed.set()
         self._queue.put(None)
 
     def _run(self, report: Report) -> None:
+        began = time.monotonic()
         try:
             if self.after is not None:
                 self.after._connected.wait()
@@ -82,7 +95,10 @@ class Link:
             # A first message may set the connection up: that is not to happen under load.
             self._pass(group, torch.zeros(1, dtype=torch.int8, device=self._device.torch), stream)
         except Exception as error:
-            self._fail(report, f"no communicator for {self._name}: {error}")
+            log.warning("no communicator for %s: %s", self._name, error)
+            # Most likely the peer has died, and its next life will replace this link.
+            if not self._closed.wait(max(0.0, self._patience_s - (time.monotonic() - began))):
+                report(None, None, f"no communicator for {self._name}: {error}")
             return
         self._connected.set()
         report(None, None, None)
@@ -92,10 +108,10 @@ class Link:
                 event = self._pass(group, message, stream, launched)
             except Exception as error:
                 # A dead peer. Whether it gets another life is not this rank's to say.
-                if not self._closed:
+                if not self._closed.is_set():
                     log.warning("%s broke: %s", self._name, error)
                 return
-            if bell is not None and not self._closed:
+            if bell is not None and not self._closed.is_set():
                 report(bell, event, None)
 
     def _pass(self, group: Any, message: Tensor, stream: Any, launched: Any = None) -> Any:
@@ -112,7 +128,3 @@ class Link:
         if not self._ahead:
             device.synchronize(event)
         return event
-
-    def _fail(self, report: Report, error: str) -> None:
-        if not self._closed:
-            report(None, None, error)

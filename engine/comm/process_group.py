@@ -99,7 +99,8 @@ class ProcessGroupTransport:
         # hold the device up for as long.
         ahead = self._me.role == "expert"
         name = f"{sender} to {receiver}"
-        link = Link(name, connect, sends, self._carrier, self._overlap, ahead)
+        patience_s = self._meeting.timeout.total_seconds()
+        link = Link(name, connect, sends, self._carrier, self._overlap, ahead, patience_s)
         if self._carrier.backend != "gloo":
             link.after, self._last = self._last, link
         return link

@@ -122,7 +122,8 @@ class Controller:
     _running: dict[int, tuple[int, Batch]] = field(default_factory=dict)  # batch id -> group, batch
     _fates: dict[int, Verdict] = field(default_factory=dict)  # of batches whose group is to die
     _blame: Blame = field(default_factory=Blame)
-    _liveness: Liveness = field(default_factory=Liveness)
+    _liveness: Liveness = field(init=False)
+    _quiet_s: float = field(init=False)
     _traces: TraceCollector = field(default_factory=TraceCollector)
     _meeting: MeetingPlace = field(default_factory=MeetingPlace)
     _supervisor: bytes | None = None
@@ -135,6 +136,9 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._ranks = {(id_.role, id_.rank): _Rank(id_) for id_ in self.spec.ranks}
+        # Who is to be ended after less than that has stalled after less.
+        self._quiet_s = min(QUIET_S, self.spec.stall_timeout_s)
+        self._liveness = Liveness(self._quiet_s)
 
     @property
     def ready(self) -> bool:
@@ -403,7 +407,7 @@ class Controller:
         for rank in self._ranks.values():
             # One that starts again should load in about the time that its last life took.
             born = now if rank.born is None or rank.ready else rank.born
-            if now - born > max(QUIET_S, MARGIN * rank.load_seconds):
+            if now - born > max(self._quiet_s, MARGIN * rank.load_seconds):
                 stalled[rank.id] = now - born
         return stalled
 

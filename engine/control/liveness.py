@@ -23,9 +23,12 @@ class _Heard:
 
 
 class Liveness:
-    """Time is an argument, in seconds on one monotonic clock."""
+    """Time is an argument, in seconds on one monotonic clock. quiet_s: how long anybody may be
+    silent.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, quiet_s: float = QUIET_S) -> None:
+        self._quiet_s = quiet_s
         self._heard: dict[RankId, _Heard] = {}
         self._owes: dict[RankId, dict[int, float]] = {}  # attention rank -> expert -> since
 
@@ -68,6 +71,6 @@ class Liveness:
                 since = max(since, owed[rank.rank])
             elif rank.rank not in working:
                 continue
-            if now - since > max(QUIET_S, MARGIN * heard.predicted_s):
+            if now - since > max(self._quiet_s, MARGIN * heard.predicted_s):
                 silent[rank] = now - since
         return silent

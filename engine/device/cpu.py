@@ -48,6 +48,9 @@ def gloo(
 @cache
 def _interface(address: str, _pid: int) -> Any:
     """What all groups of a process share: one listening port and one thread. A forked process has
-    neither of its parent's.
+    neither of its parent's. GLOO_SOCKET_IFNAME goes before `address`, unless it is its interface.
     """
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if name and address not in {each.address for each in psutil.net_if_addrs().get(name, ())}:
+        return ProcessGroupGloo.create_device(interface=name)
     return ProcessGroupGloo.create_device(hostname=address)

@@ -29,6 +29,7 @@ from engine.launch.ports import (
 HCCL_BASE_PORTS = 32  # HCCL_IF_BASE_PORT takes so many from its value on; 16 before CANN 8.5
 HCCL_LAST_BASE = 65504
 HCCL_TIMEOUT_S = (120, 7200)
+HCCL_DETERMINISTIC = ("true", "false", "strict")
 # Of communicators for collectives, and of those that torch-npu makes for sends and receives. In
 # MiB; what HCCL takes by itself is at most the following.
 HCCL_BUFFERS = ("HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE")
@@ -117,15 +118,17 @@ def plan_environment(
     plan = _Environment(environ)
     if not backends:
         return {}, []
+    known: Collection[str] = up_interfaces() if interfaces is None else interfaces
     if address is None:
-        interface = _interface(up_interfaces() if interfaces is None else interfaces)
+        interface = _interface(known)
     else:
         there = interface_addresses() if addresses is None else addresses
+        known = {*known, *there}
         names = [name for backend, name in INTERFACES.items() if backend in backends]
         interface = _interface_of(address, there, names, environ) if address else None
     family = "AF_INET6" if address and ":" in address else None
-    if "gloo" in backends and plan.own("GLOO_SOCKET_IFNAME") is None and interface:
-        plan.plan("GLOO_SOCKET_IFNAME", interface)
+    if "gloo" in backends:
+        _plan_gloo(plan, interface, known)
     if "nccl" in backends:
         if plan.own("NCCL_SOCKET_IFNAME") is None and interface:
             plan.plan("NCCL_SOCKET_IFNAME", f"={interface}")
@@ -151,6 +154,12 @@ def plan_environment(
         _plan_hccl_timeout(plan, connect_timeout_s, load_bytes)
         _plan_hccl_buffers(plan, window_bytes)
         if collectives == "hccl":
+            own = plan.own("HCCL_DETERMINISTIC")
+            if own not in (None, *HCCL_DETERMINISTIC):
+                raise UsageError(
+                    f"HCCL_DETERMINISTIC={plain(own or '')}: must be "
+                    f"{', '.join(HCCL_DETERMINISTIC[:-1])} or {HCCL_DETERMINISTIC[-1]}; or unset it"
+                )
             plan.plan("HCCL_DETERMINISTIC", "true")
     return plan.values, plan.notes
 
@@ -227,11 +236,19 @@ def _ip(address: str) -> str:
         return bare
 
 
-def _interface(names: Sequence[str]) -> str | None:
+def _interface(names: Collection[str]) -> str | None:
     """Where all ranks are on this node, what they say to each other needs no network."""
     if "lo" in names:
         return "lo"
     return min(names, default=None)
+
+
+def _plan_gloo(plan: _Environment, interface: str | None, known: Collection[str]) -> None:
+    own = plan.own("GLOO_SOCKET_IFNAME")
+    if own is None and interface:
+        plan.plan("GLOO_SOCKET_IFNAME", interface)
+    elif own is not None and own not in known:
+        plan.notes.append(f"GLOO_SOCKET_IFNAME={plain(own)}: no such interface is up here")
 
 
 def _plan_hccl_ports(

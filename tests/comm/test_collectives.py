@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.comm.collectives import TensorParallel
+from engine.errors import RunError
 from engine.topology.shard import Shard, member_rows, most_rows
 from helpers.teams import in_team
 
@@ -108,7 +109,7 @@ def test_a_missing_member_is_an_error_and_no_hang(method: str) -> None:
             "scatter_sum": (torch.zeros(4, 3),),
             "gather_heads": (torch.zeros(4, 1, 3), 2),
         }
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RunError, match="another rank of the attention group"):
             getattr(team, method)(*arguments[method])
 
     in_team(2, work, timeout_s=5)

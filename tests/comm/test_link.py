@@ -162,6 +162,24 @@ def test_a_communicator_that_cannot_be_built_is_reported() -> None:
     assert not link.connected
 
 
+def test_a_link_that_is_replaced_reports_no_failure() -> None:
+    """Its peer died while they were connecting."""
+    failed = threading.Event()
+
+    def fail() -> Any:
+        failed.set()
+        raise RuntimeError("connection reset")
+
+    reports: list[tuple[Any, ...]] = []
+    device = Streams()
+    link = Link("a to b", fail, True, device, True, patience_s=DEADLINE_S)
+    link.start(lambda *what: reports.append(what))
+    assert failed.wait(DEADLINE_S)
+    link.close()
+    link.join(DEADLINE_S)
+    assert reports == []
+
+
 def test_links_connect_one_after_another_where_that_is_asked_for() -> None:
     device = Streams()
     order: list[str] = []

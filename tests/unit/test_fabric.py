@@ -274,3 +274,10 @@ def test_this_machine_can_be_planned_for() -> None:
         transport="hccl", collectives=None, ranks=2, window_bytes=1, environ={}
     )
     assert parse_ports(values[HOST])
+
+
+def test_a_value_that_hccl_or_gloo_cannot_take_is_told() -> None:
+    with pytest.raises(UsageError, match="HCCL_DETERMINISTIC=maybe: must be true, false or strict"):
+        plan(transport="hccl", collectives="hccl", environ={"HCCL_DETERMINISTIC": "maybe"})
+    _, notes = plan(transport="gloo", environ={"GLOO_SOCKET_IFNAME": "nosuch"})
+    assert "GLOO_SOCKET_IFNAME=nosuch: no such interface is up here" in notes

@@ -74,3 +74,11 @@ def test_the_dead_are_not_stalled() -> None:
     assert liveness.stalled(1015.0, {0}) == {}
     liveness.gone(ATTENTION)
     assert liveness.stalled(1e6, {0}) == {}
+
+
+def test_who_may_be_quiet_for_less_stalls_earlier() -> None:
+    liveness = Liveness(quiet_s=3.0)
+    liveness.heard(ATTENTION, 1000.0, None)
+    liveness.assigned(ATTENTION, 1000.0)
+    assert liveness.stalled(1003.0, {0}) == {}
+    assert liveness.stalled(1004.0, {0}) == {ATTENTION: 4.0}
