@@ -149,7 +149,7 @@ def _ports(environ: Mapping[str, str], root: Path) -> Iterator[Fact]:
         )
     except UsageError as error:
         variable = str(error).partition("=")[0]
-        yield Fact("HCCL", "problem", str(error), remedy=f"correct or unset {variable}")
+        yield Fact("HCCL ports", "problem", str(error), remedy=f"correct or unset {variable}")
         return
     ports = planned.get("HCCL_HOST_SOCKET_PORT_RANGE") or planned["HCCL_IF_BASE_PORT"]
     kept = [note for note in notes if "PORT" in note]
