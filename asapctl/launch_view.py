@@ -45,12 +45,21 @@ class LaunchView(LiveLines):
             typer.echo(f"{name} {url}")
         except RunError as error:  # no reason to end what serves
             self.note(f"{error}; {name} serves at {url}")
+        self._settled(f"ready at {url}", logs)
+        self._start()
+
+    def joined(self, name: str, where: str, logs: Path) -> None:
+        self._stop()
+        self.note(f"{name}: taken in by {where}; logs of its ranks: {logs}")
+        self._settled(f"taken in by {where}", logs)
+
+    def _settled(self, text: str, logs: Path) -> None:
+        """Whoever started it need not wait any more."""
         if self._settle is not None:
             self._settle(logs / "supervisor.log")
         self._begin()
-        self._start()
         if self._settle is not None:
-            self.note(f"{_now()} ready at {url}")
+            self.note(f"{_now()} {text}")
 
     def alive(self, snapshot: Snapshot) -> None:
         if self._live is not None:

@@ -52,6 +52,9 @@ class Watcher(Protocol):
     def ready(self, name: str, url: str, logs: Path) -> None:
         """It serves at `url`."""
 
+    def joined(self, name: str, where: str, logs: Path) -> None:
+        """This node is a part of the launch of node 0, which is at `where`."""
+
     def alive(self, snapshot: Snapshot) -> None:
         """How it stands, about twice a second."""
 
@@ -120,7 +123,7 @@ def _run_agent(options: Options, watcher: Watcher) -> None:
     with Supervisor(name) as supervisor:
         watcher.note(f"node {nodes.node_rank}: looking for {where}")
         with joined(plan, nodes, Keys.of(nodes.secret), supervisor) as agent:
-            watcher.note(f"node {nodes.node_rank}: taken in by {where}")
+            watcher.joined(name, where, base_folder() / name / "logs")
             try:
                 agent.serve()
             except RunError as error:
