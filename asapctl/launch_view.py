@@ -1,6 +1,7 @@
 """What a launched instance shows: how it loads, where it serves, and one line about how it is."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ from asapctl import units
 from asapctl.live_lines import LiveLines
 from engine.control.messages import Snapshot
 from engine.errors import RunError
-from engine.topology.ranks import RankId
 
 if TYPE_CHECKING:
     from engine.launch.detach import Settle
@@ -29,15 +29,18 @@ class LaunchView(LiveLines):
     def __init__(self, settle: "Settle | None" = None) -> None:
         super().__init__(_REDRAW_S)
         self._settle = settle
-        self._loaded: set[RankId] = set()
+        self._loaded: set[str] = set()
         self._last_line: tuple[int, int] = (0, 0)
 
-    def loading(self, snapshot: Snapshot) -> None:
-        for rank in snapshot.ranks:
-            if rank.ready and rank.id not in self._loaded:
-                self._loaded.add(rank.id)
-                self.note(f"{rank.id}: ready after {units.seconds(rank.load_seconds)}")
-        self.draw(f"loading: {len(self._loaded)} of {len(snapshot.ranks)} ranks ready")
+    def loading(self, snapshots: Sequence[Snapshot]) -> None:
+        for index, snapshot in enumerate(snapshots):
+            for rank in snapshot.ranks:
+                title = str(rank.id) if len(snapshots) == 1 else f"instance {index} {rank.id}"
+                if rank.ready and title not in self._loaded:
+                    self._loaded.add(title)
+                    self.note(f"{title}: ready after {units.seconds(rank.load_seconds)}")
+        count = sum(len(snapshot.ranks) for snapshot in snapshots)
+        self.draw(f"loading: {len(self._loaded)} of {count} ranks ready")
 
     def ready(self, name: str, url: str, logs: Path) -> None:
         self._stop()

@@ -362,7 +362,8 @@ class Controller:
         old.innocent = old.innocent or death.collateral
         if death.batch in self._running and not old.innocent:
             blamed = self._running[death.batch][1]
-        log.warning("%s died: %s; it computed %s", death.id, death.reason, blamed)
+        work = "nothing" if blamed is None else f"batch {blamed.id}"
+        log.warning("%s died: %s; it computed %s", death.id, death.reason, work)
         proven = death.work_items or (old.ready and now - old.ready_at > _LONG_LIFE_S)
         if not old.innocent and self._blame.hopeless(death.id, bool(proven), blamed):
             self._end(f"{death.id} died too often without finishing work; last: {death.reason}")

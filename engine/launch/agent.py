@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import zmq
 
 from engine.curve import Handshakes, Keys, secure_client
@@ -134,6 +135,8 @@ class Agent:
         death = self._host.death(exit_)
         if death is None:
             raise RunError(exit_.reason)
+        where = f"on node {self._plan.node_rank}"
+        death = msgspec.structs.replace(death, reason=f"{death.reason}, {where}")
         id_ = death.id
         following = RankId(id_.role, id_.rank, id_.incarnation + 1)
         self._send(RankExited(death, self._host.bell(death.instance, following)))

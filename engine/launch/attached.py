@@ -8,6 +8,7 @@ import zmq
 
 from engine.control.client import Client
 from engine.control.messages import Snapshot
+from engine.errors import UsageError
 from engine.launch.registry import InstanceRecord
 
 _TURN_S = 0.01
@@ -20,7 +21,12 @@ def controllers_of(record: InstanceRecord) -> list[str]:
 
 @contextmanager
 def attached(record: InstanceRecord) -> Iterator[list[Client]]:
-    """A client of each controller."""
+    """A client of each controller. Raises UsageError for a node that has none."""
+    if record.launch:
+        raise UsageError(
+            f'"{record.name}" is a node of a launch whose controllers are on {record.launch}: ask '
+            "there; here are its logs (`asapctl logs`)"
+        )
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         clients = []

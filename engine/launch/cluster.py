@@ -34,11 +34,21 @@ _BACKLOG = 512
 class Cluster(AbstractContextManager["Cluster"]):
     """Nodes 1 and on. Listens from the beginning; leaving it ends their agents.
 
-    on_death: a rank of another node ended, and may be started again.
+    on_death: a rank of another node ended, and may be started again. on_note is told of who comes
+    and is refused; that is no reason to end what runs.
     """
 
-    def __init__(self, plan: Plan, nodes: NodeOptions, keys: Keys, here: Host) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: NodeOptions,
+        keys: Keys,
+        here: Host,
+        on_note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.on_death: Callable[[Death], None] = lambda death: None
+        self._on_note = on_note
+        self._refused: dict[int, str] = {}  # by the rank that a node had
         self._plan = plan
         self._here = here
         self._remote: dict[int, RemoteHost] = {}
@@ -79,9 +89,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         while missing := sorted(set(range(1, self._plan.nnodes)) - self._remote.keys()):
             on_wait(missing)
             if time.monotonic() > deadline:
+                refused = [self._refused[rank] for rank in missing if rank in self._refused]
                 raise RunError(
                     f"{_nodes(missing)} did not come to {self._where} within {timeout_s:g} s "
-                    "([comm] connect_timeout_s); start the same command there, with --node-rank"
+                    "([comm] connect_timeout_s); "
+                    + ("; ".join(refused) or "start the same command there, with --node-rank")
                 )
             time.sleep(_POLL_S)
             check()
@@ -123,13 +135,15 @@ class Cluster(AbstractContextManager["Cluster"]):
             refused = f"node {rank} is here already; each node needs its own --node-rank"
         elif names := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
             refused = "; ".join(
-                f"{name} is {theirs.get(name, 'not set')} on node {rank} and "
+                f"{name}: {theirs.get(name, 'not set')} on node {rank}, "
                 f"{ours.get(name, 'not set')} on node 0"
                 for name in names
             )
         if refused is not None:
             self._switchboard.send(peer, NodeRefused(refused))
-            raise RunError(f"node {rank} ({hello.address}) cannot be a part of this: {refused}")
+            self._refused[rank] = f"{hello.address} came as node {rank} and was refused: {refused}"
+            self._on_note(self._refused[rank])
+            return
         self._nodes[peer] = hello
         self._remote[rank] = RemoteHost(
             lambda order: self._switchboard.send(peer, order), hello.bells

@@ -28,6 +28,8 @@ def split_endpoint(text: str, where: str) -> tuple[str, int]:
     """Host, without brackets, and port. Raises UsageError, which names `where`."""
     shown = f"{where}: {plain(text) or 'empty'}"
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::([0-9]{1,5}))?", text)
+    if "://" in text:
+        raise UsageError(f"{shown}: leave out what is before it, as in 10.0.0.1:{DEFAULT_PORT}")
     if text.count(":") > 1 and "[" not in text:
         raise UsageError(
             f"{shown}: put an IPv6 address in brackets, as in [fd00::1]:{DEFAULT_PORT}"

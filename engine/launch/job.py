@@ -1,8 +1,9 @@
 """One `asapctl launch` put together: checks, the port, the plan, the instance, and its life."""
 
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -13,12 +14,13 @@ import msgspec
 
 from engine.control.messages import Snapshot
 from engine.control.summary import together
+from engine.echo import encodable
 from engine.errors import RunError
 from engine.launch.checks import Problems, plan_of
 from engine.launch.endpoint import endpoint
 from engine.launch.listen import api_key, open_listener, url_of
 from engine.launch.nodes import NodeOptions, own_address
-from engine.launch.registry import DEFAULT_NAME, check_free
+from engine.launch.registry import DEFAULT_NAME, InstanceRecord, check_free, write_record
 from engine.launch.runtime_folder import base_folder
 from engine.topology.load import DEFAULT_TOPOLOGY
 from engine.topology.schema import Topology
@@ -47,7 +49,7 @@ class Watcher(Protocol):
 
     def note(self, text: str) -> None: ...
 
-    def loading(self, snapshot: Snapshot) -> None: ...
+    def loading(self, snapshots: Sequence[Snapshot]) -> None: ...
 
     def ready(self, name: str, url: str, logs: Path) -> None:
         """It serves at `url`."""
@@ -121,8 +123,20 @@ def _run_agent(options: Options, watcher: Watcher) -> None:
 
     where = f"node 0 ({endpoint(nodes.host, nodes.port)})"
     with Supervisor(name) as supervisor:
+        record = InstanceRecord(
+            name=name,
+            pid=os.getpid(),
+            command="node",
+            model=str(plan.model_dir),
+            topology=encodable(plan.topology.source),
+            started=time.time(),
+            controller="",
+            launch=where,
+        )
+        write_record(supervisor.folder, record)
         watcher.note(f"node {nodes.node_rank}: looking for {where}")
         with joined(plan, nodes, Keys.of(nodes.secret), supervisor) as agent:
+            write_record(supervisor.folder, msgspec.structs.replace(record, state="ready"))
             watcher.joined(name, where, base_folder() / name / "logs")
             try:
                 agent.serve()

@@ -25,24 +25,25 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     pid: of its supervisor. started: Unix seconds. url: where it serves HTTP, None if it does not.
     controllers: the ZeroMQ addresses of its controllers, one for each of its instances; controller:
-    the first.
+    the first. launch: of a node that is not node 0, where that is; it has no controller.
     """
 
     name: str
     pid: int
-    command: Literal["launch", "prefill"]
+    command: Literal["launch", "prefill", "node"]
     model: str
     topology: str
     started: float
     controller: str
     controllers: list[str] = []
+    launch: str = ""
     url: str | None = None
     state: Literal["starting", "ready"] = "starting"
 
     @property
     def folder(self) -> Path:
         """Its runtime folder."""
-        return Path(self.controller.removeprefix("ipc://")).parent
+        return base_folder() / self.name
 
     @property
     def logs(self) -> Path:

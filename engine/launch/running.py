@@ -11,7 +11,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Literal
 
@@ -21,7 +21,6 @@ import zmq
 from engine.comm.packets import packet_pair, send_packet
 from engine.control.client import Client
 from engine.control.messages import ClientGone, Snapshot
-from engine.control.summary import together
 from engine.curve import Keys
 from engine.echo import encodable
 from engine.errors import RunError
@@ -40,7 +39,7 @@ from engine.topology.ranks import RankId
 
 log = logging.getLogger(__name__)
 
-OnProgress = Callable[[Snapshot], None]
+OnProgress = Callable[[Sequence[Snapshot]], None]
 
 _POLL_S = 0.1
 # An HTTP process that dies more often than this within a minute will not serve.
@@ -233,7 +232,8 @@ def start_launch(
 ) -> Iterator[Launch]:
     """Starts every process of `plan`, waits until all are ready, and yields the launch.
 
-    on_progress is called several times a second while ranks load. http, listener: what to serve,
+    on_progress is called several times a second while ranks load, with how each instance stands.
+    http, listener: what to serve,
     and the socket to serve it on. nodes: where the others are to come, with several. Leaving the
     context ends every process. RunError, in here or from a client: the launch failed, and why.
     """
@@ -255,7 +255,7 @@ def start_launch(
         )
         write_record(supervisor.folder, record)
         if nodes is not None and keys is not None:
-            cluster = stack.enter_context(Cluster(plan, nodes, keys, launch.here))
+            cluster = stack.enter_context(Cluster(plan, nodes, keys, launch.here, on_note))
             launch.join(cluster)
             _gather(cluster, supervisor, on_note)
         context = stack.enter_context(zmq.Context())
@@ -271,14 +271,19 @@ def start_launch(
 @contextmanager
 def start_instance(
     plan: Plan,
-    on_progress: OnProgress | None = None,
+    on_progress: Callable[[Snapshot], None] | None = None,
     *,
     name: str | None = None,
     http: HttpSpec | None = None,
     listener: socket.socket | None = None,
 ) -> Iterator[Client]:
     """As start_launch, for the client of the only instance."""
-    with start_launch(plan, on_progress, name=name, http=http, listener=listener) as launch:
+
+    def progress(snapshots: Sequence[Snapshot]) -> None:
+        if on_progress is not None:
+            on_progress(snapshots[0])
+
+    with start_launch(plan, progress, name=name, http=http, listener=listener) as launch:
         (client,) = launch.clients
         yield client
 
@@ -290,7 +295,8 @@ def _gather(cluster: Cluster, supervisor: Supervisor, on_note: Callable[[str], N
         nonlocal said
         if missing != said:
             said = missing
-            on_note(f"waiting for {len(missing)} more nodes: {', '.join(map(str, missing))}")
+            noun = "node" if len(missing) == 1 else "nodes"
+            on_note(f"waiting for {noun} {', '.join(map(str, missing))}")
 
     try:
         cluster.gather(say, supervisor.check)
@@ -308,7 +314,7 @@ def _await_ready(launch: Launch, on_progress: OnProgress | None) -> None:
                 snapshots.append(snapshot)
                 instance.ready = snapshot.ready
         if on_progress is not None and len(snapshots) == len(launch.instances):
-            on_progress(together(snapshots))
+            on_progress(snapshots)
         if all(snapshot.ready for snapshot in snapshots):
             continue
         launch.clients[0].receive(_POLL_S)

@@ -139,6 +139,21 @@ def test_a_stranger_is_refused_and_named(running: Running) -> None:
         assert "another secret" not in node.stderr
 
 
+@pytest.mark.parametrize("nnodes", [2, 3])
+def test_who_comes_to_a_running_launch_is_refused_and_it_goes_on(
+    nnodes: int, running: Running
+) -> None:
+    cluster, nodes, url = running
+    newcomer = cluster.start(1, nnodes, folder=f"newcomer-{nnodes}")
+    assert newcomer.ends(30) == 1
+    assert "refuses this node: node 1 is here already" in newcomer.error
+    address = newcomer.host.address
+    wait_for(lambda: f"{address} came as node 1 and was refused" in nodes[0].stderr, "it is said")
+    with nodes[0].host.entered():
+        assert ask(url, PROMPTS[0])
+    assert not any(node.ended for node in nodes)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_node_that_never_comes(late: int, cluster: Cluster) -> None:
     started = time.monotonic()
@@ -157,7 +172,7 @@ def test_a_node_that_never_comes(late: int, cluster: Cluster) -> None:
 def test_a_node_that_was_started_differently_is_refused_by_name(
     differs: tuple[str, ...], named: str, cluster: Cluster
 ) -> None:
-    timeout = ("--set", "comm.connect_timeout_s=10")
+    timeout = ("--set", "comm.connect_timeout_s=5")
     if differs[0] == "--model":
         other = cluster.start(1, 2, *timeout, model=checkpoint("qwen3_moe_tied"))
     else:
