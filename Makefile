@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Test files that run at the same time; each takes up to 2 GB.
+JOBS ?= 2
 BIN := $(VENV)/bin
 # Written last, so that an interrupted installation is done again.
 INSTALLED := $(VENV)/.installed
@@ -21,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 test: install
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -146,14 +146,16 @@ def test_ten_thousand_messages(make_pairs: Callable[..., Pairs]) -> None:
         ranks.append((process, ours))
         return ranks[-1]
 
+    # The stand-in for HCCL is slow, and its messages are those of gloo.
+    messages = MESSAGES if pairs.transport != "hccl" else MESSAGES // 5
     try:
         receivers = [start(receive, rank, 0) for rank in range(RECEIVERS)]
-        shares = [MESSAGES // SENDERS + (rank < MESSAGES % SENDERS) for rank in range(SENDERS)]
+        shares = [messages // SENDERS + (rank < messages % SENDERS) for rank in range(SENDERS)]
         senders = [start(send, group, share) for group, share in enumerate(shares)]
         assert [pipe.recv() for _, pipe in senders] == shares
         for _, pipe in receivers:
             pipe.send("stop")
-        assert sum(pipe.recv() for _, pipe in receivers) == MESSAGES
+        assert sum(pipe.recv() for _, pipe in receivers) == messages
         for process, _ in ranks:
             process.join(20)
             assert process.exitcode == 0

@@ -145,7 +145,7 @@ def test_loopback_is_refused_with_the_reason(host: str) -> None:
         ("a:b", "expected HOST:PORT, as in 10.0.0.1:29400"),
         ("a:", "expected HOST:PORT"),
         (":29400", "expected HOST:PORT"),
-        ("tcp://a:1", "leave out what is before the host"),
+        ("tcp://a:1", "leave out what is before it"),
         ("fd00::1", "put an IPv6 address in brackets, as in [fd00::1]:29400"),
         ("[fd00::g]:1", "fd00::g is not an IPv6 address"),
         ("[10.0.0.1]:1", "10.0.0.1 is not an IPv6 address"),
