@@ -81,7 +81,10 @@ def test_inputs_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (gzip.compress(b'{"prompt": "a"}'), r"compressed with gzip; unpack it first \(gunzip\)"),
+        (
+            gzip.compress(b'{"prompt": "a"}', mtime=0),
+            r"compressed with gzip; unpack it first \(gunzip\)",
+        ),
         (b"\x28\xb5\x2f\xfdabc", "zstd"),
         (b'[{"prompt": "a"}, {"prompt": "b"}]', "one JSON array; put one object a line"),
         (b'\xef\xbb\xbf\n [\n  {"prompt": "a"}]', "one JSON array"),
