@@ -378,7 +378,7 @@ def test_nothing_is_lost_and_nothing_doubled_under_load(tmp_path: Path, watched:
 
         with ThreadPoolExecutor(6) as clients:
             running = [clients.submit(client, number) for number in range(6)]
-            for index in (0, 1, 0):
+            for index in (0, 1):  # a third loss is a prompt's last
                 done = answered.qsize()
                 hold(server, index)
                 wait_until(lambda d=done: answered.qsize() > d + 2 or d > 80, "some go on")
