@@ -128,7 +128,7 @@ def test_answers_to_who_left_and_to_nobody_harm_nothing(server: Server) -> None:
 def test_a_refusal_by_the_controller_fails_what_waits(server: Server) -> None:
     (client,) = hold(server, 1)
     server.controller.say(Refused("another version"))
-    answer = client.recv(1 << 16)
+    answer = one_answer(client)
     client.close()
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"another version" in answer
