@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -29,9 +28,8 @@ class Link:
     name: for messages. connect: builds the communicator, and blocks for as long as that takes.
     sends: which end this is. device: whose memory the messages lie in. overlap: on a stream of its
     own, where the device has streams. ahead: a message is reported when the device will receive it
-    before what is launched after the event, and not only when it has. patience_s: how long
-    after its start a link that has failed may wait to be closed, because the peer has another life,
-    before that is reported.
+    before what is launched after the event, and not only when it has. patience_s: how long a link
+    that cannot connect waits to be closed, because the peer has another life, before it reports.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class Link:
         self._queue.put(None)
 
     def _run(self, report: Report) -> None:
-        began = time.monotonic()
         try:
             if self.after is not None:
                 self.after._connected.wait()
@@ -97,7 +94,7 @@ class Link:
         except Exception as error:
             log.warning("no communicator for %s: %s", self._name, error)
             # Most likely the peer has died, and its next life will replace this link.
-            if not self._closed.wait(max(0.0, self._patience_s - (time.monotonic() - began))):
+            if not self._closed.wait(self._patience_s):
                 report(None, None, f"no communicator for {self._name}: {error}")
             return
         self._connected.set()

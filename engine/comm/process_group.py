@@ -11,7 +11,6 @@ rank's own loop never does.
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,7 +27,8 @@ from engine.device.base import Device
 from engine.device.cpu import Cpu
 from engine.topology.ranks import RankId
 
-log = logging.getLogger(__name__)
+# A rank may be in a long step when it is to hear that a peer has died and lives again.
+_PATIENCE_S = 20.0
 
 # Every backend has these; bytes are not converted on the way.
 BYTES = torch.int8
@@ -99,9 +99,10 @@ class ProcessGroupTransport:
         # hold the device up for as long.
         ahead = self._me.role == "expert"
         name = f"{sender} to {receiver}"
-        patience_s = self._meeting.timeout.total_seconds()
+        recovers = self._carrier.backend == "gloo"
+        patience_s = _PATIENCE_S if recovers else 0.0
         link = Link(name, connect, sends, self._carrier, self._overlap, ahead, patience_s)
-        if self._carrier.backend != "gloo":
+        if not recovers:
             link.after, self._last = self._last, link
         return link
 
