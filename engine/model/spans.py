@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.device.fused import fused
+from engine.model.blocked_attention import MOST_KEYS, blocked_attention
 
 # Queries a masked block holds. A mask costs block * keys, so this bounds memory on long prompts.
 _BLOCK = 512
@@ -30,6 +31,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale:
         if mixed is not None:
             return mixed
     rows, keys, value_dim = query.shape[0], key.shape[0], value.shape[-1]
+    if query.device.type == "cpu" and query.dtype == torch.float32 and keys <= MOST_KEYS:
+        return blocked_attention(query, key, value, window, scale)
     if value_dim < query.shape[-1]:
         # The memory-saving kernels want equal widths; zeros are cheaper than all the scores.
         value = F.pad(value, (0, query.shape[-1] - value_dim))

@@ -34,6 +34,7 @@ from engine.errors import AsapError, RunError
 from engine.model.architecture import ModelConfig
 from engine.model.checkpoint import model_hash
 from engine.worker.black_box import BlackBox
+from engine.worker.heap import keep_freed_memory
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
 from engine.worker.recorder import Recorder
@@ -172,6 +173,7 @@ def run_rank(payload: bytes, fds: list[int], start: Start) -> None:
     level = os.environ.get("ASAPCTL_LOG", "info").upper()
     logging.basicConfig(level=level, format=f"%(asctime)s {spec.id}: %(message)s")
     os.environ.update(spec.environment)  # a mask counts from before the device is opened
+    keep_freed_memory()
     torch.set_num_threads(spec.threads)
     torch.set_num_interop_threads(1)
     lifeline, black_box, *windows = fds

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
-from engine.model import spans
+from engine.model import blocked_attention, spans
 from engine.model.architecture import ModelConfig, Rope, Router
 from engine.model.config import load_config
 from engine.model.families import READERS
@@ -88,7 +88,7 @@ def test_rotation_depends_on_distance_only(interleaved: bool) -> None:
 
 
 def naive_attention(query, key, value, window, scale):
-    out = torch.zeros(*query.shape[:2], value.shape[-1])
+    out = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype)
     group = query.shape[1] // key.shape[1]
     for row in range(len(query)):
         at = len(key) - len(query) + row
@@ -101,12 +101,21 @@ def naive_attention(query, key, value, window, scale):
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (9, 9), (4, 9), (1, 9), (20, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_attention_of_a_span(
-    rows: int, keys: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    keys: int,
+    window: int | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In float32 by blocks, otherwise by torch's fused kernel."""
     monkeypatch.setattr(spans, "_BLOCK", 6)
+    monkeypatch.setattr(blocked_attention, "_ROWS", 6)
+    monkeypatch.setattr(blocked_attention, "_SCORES", 100)  # one group of heads at a time, mostly
     torch.manual_seed(rows * keys)
-    query, key, value = torch.randn(rows, 4, 8), torch.randn(keys, 2, 8), torch.randn(keys, 2, 5)
+    shapes = (rows, 4, 8), (keys, 2, 8), (keys, 2, 5)
+    query, key, value = (torch.randn(shape, dtype=dtype) for shape in shapes)
     found = spans.attend(query, key, value, window, 0.4)
     expected = naive_attention(query, key, value, window, 0.4)
     assert found.shape == (rows, 4, 5)
@@ -122,7 +131,7 @@ def test_long_masked_spans_make_no_square_mask(monkeypatch: pytest.MonkeyPatch) 
         return attention(*args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    heads = torch.randn(4000, 1, 4)
+    heads = torch.randn(4000, 1, 4, dtype=torch.float64)
     spans.attend(heads, heads, heads, 100, 1.0)
     assert max(masks) <= 512 * (512 + 100)
 
