@@ -223,9 +223,10 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Something that a rank did, for a trace. Times in seconds on the machine's monotonic clock.
 
-    what: "attend", "dense", "route", "dispatch", "shared", "combine", "finish", "wait" of an
-    attention rank, "serve" of an expert rank. The rest says of which batch, lane, layer and tile,
-    -1 where that has no meaning; peer is the other rank.
+    what: "embed", "attend", "dense", "route", "dispatch", "shared", "combine", "finish", "wait" of
+    an attention rank, "serve" of an expert rank; inside "attend", "core" is scores and sums of
+    values, and inside "serve", "experts" is their products. The rest says of which batch, lane,
+    layer and tile, -1 where that has no meaning; peer is the other rank.
     """
 
     what: str

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.device.fused import fused
 from engine.model.blocked_attention import MOST_KEYS, blocked_attention
+from engine.model.timing import part
 
 # Queries a masked block holds. A mask costs block * keys, so this bounds memory on long prompts.
 _BLOCK = 512
@@ -20,6 +21,7 @@ class Span(NamedTuple):
     length: int
 
 
+@part("core")
 def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
     """Each query attends to all keys up to its own position, or to the last `window` of those.
 

@@ -85,7 +85,9 @@ class AttentionLoop:
     def _start(self, message: Run) -> None:
         batch = message.batch
         lane = self._lanes[message.lane]
-        with self._meter.computing(batch.id, lane.own_tokens(batch)):
+        tokens = lane.own_tokens(batch)
+        span = self._recorder.span("embed", batch.id, lane.index, tokens=tokens)
+        with self._meter.computing(batch.id, tokens), span:
             lane.start(batch, message.requests)
 
     def _take(self, arrival: Arrival) -> None:

@@ -101,7 +101,8 @@ class ExpertLoop:
         )
         with self._meter.computing(item.batch, item.n, flops), span:
             work = self._endpoint.open(item)
-            self._compute(item.layer, work)
+            with self._recorder.span("experts", item.batch, item.lane, item.layer, item.tile):
+                self._compute(item.layer, work)
             self._served += work.counts.to(self._served.device)
             self._endpoint.combine_send(item, work)
         log.debug("served %s", item)

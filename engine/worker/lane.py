@@ -7,7 +7,7 @@ attention rank has several lanes and advances whichever is ready.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from engine.comm.primitives import Arrival, AttentionEndpoint
 from engine.control.messages import PrefillRequest, PrefillResult
 from engine.model.attention import AttentionModel
 from engine.model.spans import Span
+from engine.model.timing import listening
 from engine.schedule.types import Batch
 from engine.topology.shard import most_rows
 from engine.worker.exchange import Exchange
@@ -120,7 +121,7 @@ class Lane:
             self._hidden = self._hidden + self._routed_sum
             self._layer += 1
         while self._layer < self._model.config.layers:
-            with self._span("attend"):
+            with self._span("attend"), self._parts():
                 self._attend(self.batch.tokens)
             if self._model.config.is_moe(self._layer):
                 self._dispatch(self.batch.id, self.batch.tokens)
@@ -178,6 +179,10 @@ class Lane:
     def _span(self, what: str) -> AbstractContextManager[None]:
         batch = -1 if self.batch is None else self.batch.id
         return self._recorder.span(what, batch, self.index, self._layer, tokens=len(self._hidden))
+
+    def _parts(self) -> AbstractContextManager[None]:
+        """Spans of what the model says that it computes inside."""
+        return listening(self._span) if self._recorder.on else nullcontext()
 
     def _finish(self, tokens: int) -> list[PrefillResult]:
         results = []
