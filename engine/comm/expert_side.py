@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -26,6 +27,10 @@ class ExpertSide(Endpoint[Bell]):
         be at different tiles, or have their answers, so none is kept waiting for another.
         """
         return {}
+
+    @property
+    def due(self) -> float:
+        return math.inf
 
     def dispatch_recv(self) -> list[WorkItem]:
         items = []

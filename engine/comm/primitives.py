@@ -157,6 +157,10 @@ class ExpertEndpoint(Protocol):
     def sources(self) -> list[zmq.Socket[bytes] | int]:
         """One of them is readable when dispatches came. Only for a poller."""
 
+    @property
+    def due(self) -> float:
+        """When (monotonic seconds) to look again although no source says so; usually never."""
+
     def dispatch_recv(self) -> list[WorkItem]:
         """All dispatches that came since; empty when none did. RunError on a wrong one."""
 

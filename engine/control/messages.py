@@ -150,7 +150,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     busy, waits: shares of the time since the first batch that the rank computed, and that it
     waited with work in its hands; 0 to 1. recent_busy, recent_waits: the same of the last seconds.
     queue: work items that an expert rank has not served; serving: their layers. deaths: how often
-    it was started again.
+    it was started again. paced_seconds: as in Progress, of all its lives.
     """
 
     id: RankId
@@ -172,6 +172,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     hottest: HotExpert | None = None
     memory_bytes: int = 0
     deaths: int = 0
+    paced_seconds: float = 0.0
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -303,6 +304,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
     busy_seconds, wait_seconds: computing, and blocked with work in its hands. predicted_s: how
     long the next step should take. waits_for: expert ranks that owe this attention rank a combine.
+    paced_seconds: of a paced rank, how many of the busy ones it was to be busy for.
     """
 
     busy_seconds: float
@@ -317,6 +319,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     serving: list[int] = []
     hottest: HotExpert | None = None
     memory_bytes: int = 0
+    paced_seconds: float = 0.0
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True):

@@ -49,6 +49,7 @@ class _Rank:
     def __init__(self, now: float) -> None:
         self.incarnation = 0
         self.report = Progress(0.0, 0, 0)
+        self.paced = 0.0
         self.samples: deque[_Sample] = deque([_Sample(now)])
 
     def add(self, incarnation: int, report: Progress, now: float) -> float:
@@ -57,6 +58,7 @@ class _Rank:
         if incarnation != self.incarnation or report.busy_seconds < before.busy_seconds:
             before = Progress(0.0, 0, 0)  # a new life counts from 0
         computed = max(0.0, report.busy_seconds - before.busy_seconds)
+        self.paced += max(0.0, report.paced_seconds - before.paced_seconds)
         sample = _Sample(
             now,
             last.busy + computed,
@@ -193,6 +195,7 @@ class Statistics:
             tokens=total.tokens,
             tokens_per_s=max(0.0, total.tokens - tokens) / span,
             work_items=total.work_items,
+            paced_seconds=rank.paced,
         )
 
     def _begin(self, now: float) -> None:

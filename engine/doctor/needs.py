@@ -76,23 +76,23 @@ def _plan(name: str, model: str | None, assume_devices: bool = False) -> Plan:
 
 
 def _kinds(topology: Topology) -> set[str]:
-    return {topology.attention.device, topology.experts.device}
+    return {topology.attention.kind, topology.experts.kind}
 
 
 def _teams(topology: Topology) -> Iterator[str]:
     """The backend of tensor-parallel groups."""
     if topology.attention.tensor_parallel > 1:
-        yield {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[topology.attention.device]
+        yield {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[topology.attention.kind]
 
 
 def _wanted(topology: Topology) -> list[tuple[str, int]]:
     """Devices by kind, without a plan: where numbers are left to asapctl, one."""
     groups, ranks = topology.attention.groups, topology.experts.ranks
     counts: Counter[str] = Counter()
-    counts[topology.attention.device] += (
+    counts[topology.attention.kind] += (
         1 if groups == "auto" else groups
     ) * topology.attention.tensor_parallel
-    counts[topology.experts.device] += 1 if ranks == "auto" else ranks
+    counts[topology.experts.kind] += 1 if ranks == "auto" else ranks
     return sorted((kind, count) for kind, count in counts.items() if kind != "cpu")
 
 

@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 from engine.echo import plain
 from engine.errors import UsageError
-from engine.topology.schema import Device
+from engine.topology import schema
 
-Kind: TypeAlias = Device
+Kind: TypeAlias = schema.Kind
 
 MASKS: dict[Kind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 NODES: dict[Kind, re.Pattern[str]] = {

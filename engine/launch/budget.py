@@ -227,9 +227,7 @@ class Layout:
         plan = RankPlan(
             id=RankId("attention", 0),
             experts=range(0),
-            weights_bytes=weight_bytes(
-                self.config, "attention", 0, self.dtype_bytes, size=self.members
-            ),
+            weights_bytes=self._weights("attention", 0),
             windows_bytes=0 if self.wiring.transport == "shm" else sum(sizes),
             working_set_bytes=working_set + self._staging("attention", max(sizes)),
             kv_bytes=tokens * self._kv_per_token(self.members),
@@ -255,9 +253,7 @@ class Layout:
                 RankPlan(
                     id=RankId("expert", rank),
                     experts=experts,
-                    weights_bytes=weight_bytes(
-                        self.config, "expert", len(experts), self.dtype_bytes
-                    ),
+                    weights_bytes=self._weights("expert", len(experts)),
                     windows_bytes=self.attention_ranks * window.total_bytes,
                     working_set_bytes=working_set
                     + self._grouped(rows, window)
@@ -268,6 +264,12 @@ class Layout:
             )
             for rank, (experts, window) in enumerate(zip(self.experts, self.windows, strict=True))
         ]
+
+    def _weights(self, role: Role, experts: int) -> int:
+        if self.wiring.paced:
+            return 0
+        size = self.members if role == "attention" else 1
+        return weight_bytes(self.config, role, experts, self.dtype_bytes, size=size)
 
     def _grouped(self, rows: int, window: WindowShape) -> int:
         """What a device needs to compute all experts of a work item at once."""

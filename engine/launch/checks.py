@@ -81,7 +81,7 @@ def plan_of(
         from engine.launch.plan import make_plan
 
         model_dir = _find(loaded, model, on_note)
-        if not only_to_look:
+        if not (only_to_look or loaded.is_paced):
             refuse_config_only(model_dir)
         plan = make_plan(
             loaded,

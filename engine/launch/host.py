@@ -92,6 +92,7 @@ class LocalHost:
         spec = msgspec.structs.replace(
             spec,
             model_dir=str(plan.model_dir),
+            hardware=None if plan.pacing is None else plan.pacing.hardware,
             device="cpu" if device is None else device.kind,
             environment=plan.environment_of(device),
             turns=[f"{self._local(instance, member)}.turns" for member in team],

@@ -14,6 +14,7 @@ from engine.launch.budget import Limits, RankPlan
 from engine.launch.fabric import agreed
 from engine.launch.machine import Machine, read_machine
 from engine.launch.model_dir import is_config_only
+from engine.launch.pacing import Pacing, read_pacing
 from engine.launch.planner import Planner
 from engine.launch.resources import Assume, NodeView, Resources
 from engine.launch.wiring import BACKENDS, Transport
@@ -43,6 +44,7 @@ class Plan:
     asked_longest: max_model_len before it was decided. keep_kv: caches of prompts will be exported.
     config_only: there are no weights, so that it can be looked at, and not run. assumed: devices
     and the host's memory were not looked at.
+    pacing: how ranks wait that do not compute; weights then do not count.
     notes: what was decided, or is worth knowing, in sentences.
     """
 
@@ -76,6 +78,7 @@ class Plan:
     address: str = ""
     config_only: bool = False
     assumed: bool = False
+    pacing: Pacing | None = None
 
     def environment_of(self, device: Slot | None) -> dict[str, str]:
         """What a rank on `device` has to have set, its mask included."""
@@ -97,7 +100,7 @@ class Plan:
         config, topology, schedule = self.config, self.topology, self.topology.schedule
         backends = {self.transport}
         if self.tensor_parallel > 1:
-            backends.add(BACKENDS[topology.attention.device])
+            backends.add(BACKENDS[topology.attention.kind])
         values: dict[str, object] = {
             "version of asapctl": __version__,
             "number of nodes": self.nnodes,
@@ -120,6 +123,7 @@ class Plan:
             "[comm] window_tokens": self.window_tokens,
             "[comm] connect_timeout_s": topology.comm.connect_timeout_s,
             "[comm] node_timeout_s": topology.comm.node_timeout_s,
+            "[paced] hardware, and its times": None if self.pacing is None else self.pacing.mark,
             "[schedule] policy": schedule.policy,
             "[schedule] lanes": self.lanes,
             "[schedule] min_batch_tokens": schedule.min_batch_tokens,
@@ -163,9 +167,19 @@ def make_plan(
     layout = planner.choose_layout()
     longest = planner.choose_longest(layout)
     slots = resources.slots(layout)
-    config_only = is_config_only(model_dir)
     problems = resources.problems + planner.problems
-    problems += [] if config_only else _audit(model_dir, config)
+    pacing = None
+    try:
+        pacing = read_pacing(topology)
+    except UsageError as error:
+        problems += str(error).splitlines()
+    if topology.is_paced and keep_kv:
+        problems.append(
+            f"{topology.where('attention', 'device')}: paced ranks have no KV caches; remove "
+            "[serve] kv_dir or --kv-dir"
+        )
+    has_weights = not topology.is_paced and not is_config_only(model_dir)
+    problems += _audit(model_dir, config) if has_weights else []
     if problems or layout is None or longest is None:
         raise UsageError("\n".join(problems))
 
@@ -173,6 +187,9 @@ def make_plan(
 
     environment, about_it = resources.environment(layout)
     notes = [*planner.notes, *resources.notes, *about_it]
+    config_only = not has_weights and pacing is None
+    if pacing is not None:
+        notes.insert(0, pacing.note)
     if config_only:
         notes.append("there is only a config of this model: weights were not looked at")
     placement = planner.placement(layout.groups, len(layout.experts))
@@ -186,7 +203,7 @@ def make_plan(
         topology=planner.resolved(layout, longest),
         config=config,
         model_dir=model_dir,
-        model_hash="" if config_only else model_hash(model_dir),
+        model_hash="" if config_only else model_hash(model_dir, has_weights),
         dtype=planner.dtype,
         max_model_len=longest,
         transport=layout.wiring.transport,
@@ -213,6 +230,7 @@ def make_plan(
         address=node.address if node.nnodes > 1 else "",
         config_only=config_only,
         assumed=assume != "nothing",
+        pacing=pacing,
     )
 
 

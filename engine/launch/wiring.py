@@ -20,7 +20,7 @@ ENDS: dict[str, Kind] = {"nccl": "cuda", "hccl": "npu"}
 class Wiring:
     """attention, experts: what their ranks compute on. Memory in bytes, of one communicator at one
     end: between an attention rank and an expert rank (each pair has two, one a direction), and of
-    a tensor-parallel group.
+    a tensor-parallel group. paced: ranks wait instead of computing, and have no weights.
     """
 
     transport: Transport = "shm"
@@ -29,6 +29,7 @@ class Wiring:
     tensor_parallel: int = 1
     communicator_bytes: int = 0
     team_bytes: int = 0
+    paced: bool = False
 
     @property
     def on_device(self) -> bool:
@@ -46,11 +47,13 @@ class Wiring:
 
 def resolve_wiring(topology: Topology, nnodes: int = 1) -> Wiring:
     """As the topology has it; nothing is known yet of communicators."""
-    attention, experts = topology.attention.device, topology.experts.device
+    attention, experts = topology.attention.kind, topology.experts.kind
     transport = topology.comm.transport
     if transport == "auto":
         transport = _transport_between(attention, experts, nnodes)
-    return Wiring(transport, attention, experts, topology.attention.tensor_parallel)
+    return Wiring(
+        transport, attention, experts, topology.attention.tensor_parallel, paced=topology.is_paced
+    )
 
 
 def wiring_problems(topology: Topology, nnodes: int = 1) -> list[str]:

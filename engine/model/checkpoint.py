@@ -121,10 +121,10 @@ def audit(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     return problems
 
 
-def model_hash(model_dir: Path) -> str:
+def model_hash(model_dir: Path, weights: bool = True) -> str:
     """64 hex digits that differ when the model does: small files whole, of each weight file its
     size, its header and sixteen blocks of its content. Cheap, for telling models apart; it is no
-    protection against a forger.
+    protection against a forger. weights: whether they count.
     """
     digest = hashlib.sha256()
     for name in _HASHED:
@@ -134,7 +134,7 @@ def model_hash(model_dir: Path) -> str:
                 digest.update(name.encode() + _content_hash(path))
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    for file in Checkpoint(model_dir).files:
+    for file in Checkpoint(model_dir).files if weights else ():
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as data:

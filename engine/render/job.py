@@ -10,7 +10,7 @@ from engine.errors import UsageError
 from engine.launch.command import LaunchCommand
 from engine.topology.load import load_topology
 from engine.topology.nodes import place
-from engine.topology.schema import Device, Topology
+from engine.topology.schema import Kind, Topology
 
 # What both Slurm's file names and the names of Kubernetes' services (RFC 1035) can hold.
 _NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,50}[a-z0-9])?")
@@ -24,7 +24,7 @@ class Job(msgspec.Struct, frozen=True):
     launch: LaunchCommand
     topology: Topology
     nnodes: int
-    devices: dict[Device, int]
+    devices: dict[Kind, int]
 
 
 def make_job(launch: LaunchCommand, nnodes: int | None) -> Job:
@@ -42,7 +42,7 @@ def make_job(launch: LaunchCommand, nnodes: int | None) -> Job:
     if nnodes is None:
         nnodes = len(topology.nodes) * count or 1
     groups, ranks = topology.attention.groups, topology.experts.ranks
-    devices: Counter[Device] = Counter()
+    devices: Counter[Kind] = Counter()
     if groups != "auto" and ranks != "auto":
         members = topology.attention.tensor_parallel
         try:
@@ -51,9 +51,9 @@ def make_job(launch: LaunchCommand, nnodes: int | None) -> Job:
             raise UsageError(
                 f"{topology.source}: {error}; change --nnodes or the topology"
             ) from None
-        kinds: dict[str, Device] = {
-            "attention": topology.attention.device,
-            "expert": topology.experts.device,
+        kinds: dict[str, Kind] = {
+            "attention": topology.attention.kind,
+            "expert": topology.experts.kind,
         }
         for node in range(nnodes):
             devices |= Counter(kinds[rank.role] for _, rank in placement.ranks_on(node))

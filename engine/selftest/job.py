@@ -149,7 +149,7 @@ def _members(topology: Topology) -> int:
 
 
 def _expert_ranks(topology: Topology) -> int:
-    ranks, device = topology.experts.ranks, topology.experts.device
+    ranks, device = topology.experts.ranks, topology.experts.kind
     if ranks != "auto":
         return ranks
     return _AUTO_EXPERTS if device == "cpu" else _AUTO_EXPERTS_ON_DEVICES

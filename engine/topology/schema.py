@@ -19,7 +19,9 @@ MOST_PEERS = 240
 Peers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_PEERS)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=MOST_PEERS)]
 Auto: TypeAlias = Literal["auto"]
-Device: TypeAlias = Literal["cpu", "cuda", "npu"]
+Kind: TypeAlias = Literal["cpu", "cuda", "npu"]
+# What ranks are on. A paced one is a process on the CPU that waits instead of computing.
+Device: TypeAlias = Literal["cpu", "cuda", "npu", "paced"]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Gigabytes: TypeAlias = Annotated[float, Meta(ge=0.001, le=10**6)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.001, le=31_536_000)]
@@ -53,6 +55,10 @@ class Attention(Section, frozen=True):
     overlap: bool = False
     threads: Count | Auto = "auto"
 
+    @property
+    def kind(self) -> Kind:
+        return _kind(self.device)
+
 
 class Experts(Section, frozen=True):
     """ranks: over how many processes the experts of every layer are divided."""
@@ -64,6 +70,19 @@ class Experts(Section, frozen=True):
     shared_experts: Literal["attention", "experts"] = "attention"
     order: Literal["round-robin", "first-ready"] = "round-robin"
     replicas: dict[str, Any] = {}
+
+    @property
+    def kind(self) -> Kind:
+        return _kind(self.device)
+
+
+class Paced(Section, frozen=True):
+    """How long ranks wait whose device is "paced". hardware: a table of costs, by file or by name.
+    scale: by how much its times are multiplied.
+    """
+
+    hardware: Text = "cloudmatrix384"
+    scale: Annotated[float, Meta(ge=0.0001, le=10**6)] = 1.0
 
 
 class Comm(Section, frozen=True):
@@ -142,11 +161,17 @@ class Topology(msgspec.Struct, frozen=True):
     comm: Comm = Comm()
     schedule: Schedule = Schedule()
     serve: Serve = Serve()
+    paced: Paced = Paced()
     instances: Instances = Instances()
     nodes: tuple[Node, ...] = ()
     source: str = "topology"
     folder: Path | None = None
     overridden: frozenset[str] = frozenset()
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether ranks wait instead of computing: those of both sides, or none."""
+        return self.attention.device == "paced"
 
     def where(self, section: str, key: str) -> str:
         """How a message names a key: `cpu.toml: [attention] groups`."""
@@ -158,6 +183,10 @@ class Topology(msgspec.Struct, frozen=True):
         """
         inside = f"{section}.{key}" not in self.overridden
         return absolute(path, self.where(section, key), self.folder if inside else None)
+
+
+def _kind(device: Device) -> Kind:
+    return "cpu" if device == "paced" else device
 
 
 def locate(source: str, section: str, key: str, overridden: frozenset[str]) -> str:
@@ -173,6 +202,7 @@ SECTIONS: dict[str, type[Section]] = {
     "comm": Comm,
     "schedule": Schedule,
     "serve": Serve,
+    "paced": Paced,
     "instances": Instances,
 }
 

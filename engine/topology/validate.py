@@ -131,8 +131,20 @@ def _check_key(section: str, key: str, value: object, overridden: bool) -> str |
 
 def _check_combinations(sections: Mapping[str, Section]) -> Iterable[tuple[str, str, str]]:
     """Yields section, key and problem of values that are possible alone but not together."""
-    schedule = sections["schedule"]
+    attention, experts, schedule = (sections[name] for name in ("attention", "experts", "schedule"))
+    assert isinstance(attention, Attention)
+    assert isinstance(experts, Experts)
     assert isinstance(schedule, Schedule)
+    if "paced" in (attention.device, experts.device):
+        if attention.device != experts.device:
+            computes = "attention" if attention.device != "paced" else "experts"
+            yield computes, "device", 'the other side\'s is "paced", so this one has to be too'
+        if attention.tensor_parallel > 1:
+            yield (
+                "attention",
+                "tensor_parallel",
+                "a paced rank stands for a whole group; leave it at 1",
+            )
     least, most = schedule.min_batch_tokens, schedule.max_batch_tokens
     if least > most:
         yield (

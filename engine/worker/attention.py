@@ -14,12 +14,15 @@ from engine.comm.attention_side import AttentionSide
 from engine.comm.primitives import Arrival, AttentionEndpoint, Peer
 from engine.control.messages import BatchDone, LaneStatus, Progress, Record, Run
 from engine.device.base import Device
-from engine.model.config import load_config
+from engine.model.config import ModelConfig, load_config
 from engine.model.loading import load_attention
+from engine.paced.attention import PacedAttention
+from engine.paced.pacer import Pacer
 from engine.worker.lane import Lane
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
 from engine.worker.opening import close_windows, listening, peers_of, team_of, transport_of
+from engine.worker.parts import AttentionPart
 from engine.worker.prompt import Prompt
 from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank
 from engine.worker.recorder import Recorder
@@ -135,6 +138,7 @@ class AttentionLoop:
         return Progress(
             busy_seconds=self._meter.busy_seconds,
             wait_seconds=self._meter.wait_seconds,
+            paced_seconds=self._meter.paced_seconds,
             tokens=self._meter.tokens,
             work_items=self._meter.work_items,
             state="waiting" if waits_for else "computing" if batches else "idle",
@@ -176,7 +180,7 @@ def _run(
             turns = _turns(spec, context)
             link.hello(own_agreement(spec, config))
             start = time.monotonic()
-            model = load_attention(model_dir, config, dtype, device.torch, spec.shard)
+            model = _load(spec, config, device, meter)
             loaded = time.monotonic() - start
             while endpoint.warm_up(_WARM_UP_S):
                 for peer in lifeline.receive():
@@ -206,6 +210,13 @@ def _run(
             AttentionLoop(lanes, turns, endpoint, link, lifeline, meter, recorder).run()
         finally:
             endpoint.close()
+
+
+def _load(spec: RankSpec, config: ModelConfig, device: Device, meter: Meter) -> AttentionPart:
+    dtype = getattr(torch, spec.agreement.dtype)
+    if spec.hardware is not None:
+        return PacedAttention(config, spec.hardware, dtype, Pacer(meter.pace))
+    return load_attention(Path(spec.model_dir), config, dtype, device.torch, spec.shard)
 
 
 def _turns(spec: RankSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Turns:

@@ -7,24 +7,30 @@ another; one may be layers ahead.
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import zmq
 
+from engine.comm.channel import Transport
+from engine.comm.doorbell import Ear
 from engine.comm.expert_side import ExpertSide
 from engine.comm.primitives import ExpertEndpoint, Work, WorkItem
 from engine.control.messages import HotExpert, Progress, Record
 from engine.device.base import Device
 from engine.device.fused import fused
-from engine.model.config import load_config
-from engine.model.experts import ExpertModel
+from engine.model.config import ModelConfig, load_config
 from engine.model.loading import load_experts
+from engine.paced.expert_side import PacedExpertSide
+from engine.paced.experts import PacedExperts, tokens_a_pair
+from engine.paced.pacer import Pacer
 from engine.schedule.order import RoundRobin
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
 from engine.worker.opening import close_windows, listening, peers_of, transport_of
+from engine.worker.parts import ExpertPart
 from engine.worker.rank import ControlLink, Memory, own_agreement, run_rank
 from engine.worker.recorder import Recorder
 from engine.worker.spec import RankSpec
@@ -37,7 +43,7 @@ class ExpertLoop:
 
     def __init__(
         self,
-        model: ExpertModel,
+        model: ExpertPart,
         experts: range,
         endpoint: ExpertEndpoint,
         link: ControlLink,
@@ -80,7 +86,8 @@ class ExpertLoop:
             item = self._order.pop()
             if item is None:
                 with self._meter.waiting(with_work=False):
-                    until = self._recorder.ends if self._recorder.on else math.inf
+                    ends = self._recorder.ends if self._recorder.on else math.inf
+                    until = min(ends, self._endpoint.due)
                     self._link.wait(self._idle, with_work=False, until=until)
             elif self._endpoint.is_current(item):
                 self._serve(item)
@@ -131,6 +138,7 @@ class ExpertLoop:
     def _progress(self, state: str) -> Progress:
         return Progress(
             busy_seconds=self._meter.busy_seconds,
+            paced_seconds=self._meter.paced_seconds,
             tokens=self._meter.tokens,
             work_items=self._meter.work_items,
             state="computing" if state == "computing" else "idle",
@@ -165,25 +173,48 @@ def _run(
         link = ControlLink(context, spec)
         config = load_config(model_dir)
         transport = transport_of(spec, dtype, device)
-        endpoint = ExpertSide(
-            spec.id,
-            ear,
-            peers_of(spec, windows),
-            transport,
-            dtype,
-            config.layers,
-            spec.shard.size,
-            context,
-        )
+        endpoint = _endpoint(spec, config, ear, windows, transport, context)
         try:
             close_windows(windows)
             link.hello(own_agreement(spec, config))
             start = time.monotonic()
-            model = load_experts(model_dir, config, dtype, experts, device.torch)
-            if (prepare := fused(device.torch).prepare) is not None:
-                prepare(model.tables)
+            model = _load(spec, config, device, endpoint, meter)
             loaded = time.monotonic() - start
             places = device.torch, transport.memory
             ExpertLoop(model, experts, endpoint, link, lifeline, meter, *places).run(loaded)
         finally:
             endpoint.close()
+
+
+def _endpoint(
+    spec: RankSpec,
+    config: ModelConfig,
+    ear: Ear,
+    windows: Sequence[int],
+    transport: Transport,
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> ExpertSide:
+    dtype = getattr(torch, spec.agreement.dtype)
+    wiring = (
+        *(spec.id, ear, peers_of(spec, windows), transport, dtype, config.layers),
+        *(spec.shard.size, context),
+    )
+    if spec.hardware is None:
+        return ExpertSide(*wiring)
+    share = tokens_a_pair(config, len(spec.experts))
+    return PacedExpertSide(*wiring, spec.hardware.links, share)
+
+
+def _load(
+    spec: RankSpec, config: ModelConfig, device: Device, endpoint: ExpertSide, meter: Meter
+) -> ExpertPart:
+    if spec.hardware is not None:
+        assert isinstance(endpoint, PacedExpertSide)
+        pacer = Pacer(meter.pace, endpoint.until)
+        return PacedExperts(config, len(spec.experts), spec.hardware, pacer)
+    experts = range(*spec.experts[spec.id.rank])
+    dtype = getattr(torch, spec.agreement.dtype)
+    model = load_experts(Path(spec.model_dir), config, dtype, experts, device.torch)
+    if (prepare := fused(device.torch).prepare) is not None:
+        prepare(model.tables)
+    return model

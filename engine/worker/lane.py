@@ -15,12 +15,12 @@ from torch import Tensor
 from engine.comm.collectives import TensorParallel
 from engine.comm.primitives import Arrival, AttentionEndpoint
 from engine.control.messages import PrefillRequest, PrefillResult
-from engine.model.attention import AttentionModel
 from engine.model.spans import Span
 from engine.model.timing import listening
 from engine.schedule.types import Batch
 from engine.topology.shard import most_rows
 from engine.worker.exchange import Exchange
+from engine.worker.parts import AttentionPart
 from engine.worker.prompt import Prompt
 from engine.worker.recorder import Recorder
 
@@ -37,7 +37,7 @@ class Lane:
     def __init__(
         self,
         index: int,
-        model: AttentionModel,
+        model: AttentionPart,
         endpoint: AttentionEndpoint,
         bounds: Sequence[range],
         window_tokens: int,

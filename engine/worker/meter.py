@@ -14,13 +14,17 @@ _DISK_PACE = 50e6
 
 
 class Meter:
-    """Seconds of computing and of waiting with work in hand; how much was done; at what pace."""
+    """Seconds of computing and of waiting with work in hand; how much was done; at what pace.
+
+    paced_seconds: of a paced rank, how many of the busy ones were to be spent.
+    """
 
     def __init__(self, black_box: BlackBox) -> None:
         self.busy_seconds = 0.0
         self.tokens = 0
         self.work_items = 0
         self.predicted_s = 0.0
+        self.paced_seconds = 0.0
         self._black_box = black_box
         self._pace = _FIRST_PACE
         self._waited = 0.0
@@ -36,6 +40,10 @@ class Meter:
     def predict(self, flops: float, file_bytes: int = 0) -> None:
         """What the next step takes: floating-point operations, and bytes that it writes to disk."""
         self.predicted_s = flops / self._pace + file_bytes / _DISK_PACE
+
+    def pace(self, seconds: float) -> None:
+        """A paced step that is to take so long begins."""
+        self.paced_seconds += seconds
 
     @contextmanager
     def computing(self, batch: int, tokens: int = 0, flops: float = 0.0) -> Iterator[None]:

@@ -11,10 +11,10 @@ from engine.control.messages import KvFile, PrefillRequest, PrefillResult, Token
 from engine.errors import RunError
 from engine.kv.export import write_kv
 from engine.kv.team import whole_parts
-from engine.model.attention import AttentionModel
 from engine.model.kv import PromptKV
 from engine.model.spans import Span
 from engine.worker.first_token import choose, token_logprobs
+from engine.worker.parts import AttentionPart
 
 # Rows of [rows, vocabulary] float32 that exist at once for prompt log-probabilities.
 LOGITS_ROWS = 256
@@ -23,7 +23,7 @@ LOGITS_ROWS = 256
 class Prompt:
     """Lives from its first segment to its last, which may be the same one."""
 
-    def __init__(self, request: PrefillRequest, model: AttentionModel) -> None:
+    def __init__(self, request: PrefillRequest, model: AttentionPart) -> None:
         self.request = request
         self.kv = PromptKV(
             model.config,
@@ -36,7 +36,7 @@ class Prompt:
     def tokens(self, span: Span) -> list[int]:
         return self.request.token_ids[span.start : span.start + span.length]
 
-    def finish_flops(self, model: AttentionModel) -> float:
+    def finish_flops(self, model: AttentionPart) -> float:
         """About how many floating-point operations `finish` takes: mostly the head's."""
         rows = 1 if self.request.prompt_logprobs is None else len(self.request.token_ids)
         return 2.0 * rows * model.config.hidden_size * model.config.vocab_size
@@ -53,7 +53,7 @@ class Prompt:
         self,
         span: Span,
         hidden: Tensor,
-        model: AttentionModel,
+        model: AttentionPart,
         kv_metadata: Mapping[str, str],
         team: TensorParallel,
     ) -> PrefillResult | None:
@@ -76,7 +76,7 @@ class Prompt:
         self,
         span: Span,
         hidden: Tensor,
-        model: AttentionModel,
+        model: AttentionPart,
         cache: Mapping[str, Tensor],
         kv_metadata: Mapping[str, str],
     ) -> PrefillResult | None:
@@ -94,7 +94,7 @@ class Prompt:
         scores = None if request.prompt_logprobs is None else self._logprobs
         return PrefillResult(request.key, token, top, scores, kv)
 
-    def _score(self, span: Span, hidden: Tensor, model: AttentionModel, top: int) -> None:
+    def _score(self, span: Span, hidden: Tensor, model: AttentionPart, top: int) -> None:
         """Log-probabilities of the tokens that follow the rows of `span`, a few rows at a time."""
         following = torch.tensor(self.tokens(Span(span.start + 1, span.length)))
         for rows, targets in zip(

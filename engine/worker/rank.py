@@ -127,8 +127,8 @@ class ControlLink:
         that others hold up.
         """
         if self._stale:
-            left = max(0.0, self._report_at - time.monotonic())
-            if self._poller.poll(math.ceil(left * 1000)):
+            left = max(0.0, min(self._report_at, until) - time.monotonic())
+            if self._poller.poll(math.ceil(left * 1000)) or time.monotonic() >= until:
                 return
             self.report(progress)
         while True:
@@ -196,7 +196,7 @@ def own_agreement(spec: RankSpec, config: ModelConfig) -> Agreement:
     return msgspec.structs.replace(
         spec.agreement,
         version=__version__,
-        model_hash=model_hash(Path(spec.model_dir)),
+        model_hash=model_hash(Path(spec.model_dir), weights=spec.hardware is None),
         hidden_size=config.hidden_size,
         layers=config.layers,
         experts=config.experts,

@@ -7,6 +7,7 @@ import msgspec
 from engine.comm.layout import WindowShape
 from engine.control.messages import Agreement
 from engine.curve import Keys
+from engine.hardware.table import Hardware
 from engine.topology.ranks import RankId
 from engine.topology.shard import Shard
 
@@ -28,7 +29,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     groups counts. turns: where each member of the group hears whose turn it is. environment: to be
     set before the device is opened, its mask included. listens: the first descriptor after the
     black box is a socket that is bound at `bell`. keys: of a launch over several nodes. address: of
-    this node.
+    this node. hardware: by whose times to wait instead of computing.
     """
 
     id: RankId
@@ -49,3 +50,4 @@ class RankSpec(msgspec.Struct, frozen=True):
     listens: bool = False
     keys: Keys | None = None
     address: str = "127.0.0.1"
+    hardware: Hardware | None = None
