@@ -148,6 +148,7 @@ def _print_json(plan: Plan, notes: list[str]) -> None:
                 "memory_needed_bytes": plan.memory_needed,
                 "memory_available_bytes": None if plan.assumed else plan.memory_available,
                 "config_only": plan.config_only,
+                "paced": None if plan.pacing is None else plan.pacing.note,
                 "assumed": plan.assumed,
                 "notes": notes,
             }

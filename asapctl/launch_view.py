@@ -84,6 +84,8 @@ class LaunchView(LiveLines):
 def live_text(snapshot: Snapshot) -> str:
     """How an instance stands, in one line that says the most important first."""
     parts = []
+    if snapshot.paced is not None:
+        parts.append("paced")
     if snapshot.quitting:
         parts.append("stopping")
     parts += snapshot.problems

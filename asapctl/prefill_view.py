@@ -88,7 +88,8 @@ def summary_text(summary: Summary) -> str:
     counts = f"{summary.ok} ok, {summary.failed} failed"
     if summary.skipped:
         counts += f", {summary.skipped} done before"
-    lines = [f"{plural(summary.prompts, 'prompt')}: {counts} -> {summary.output}"]
+    lines = [] if summary.paced is None else [summary.paced]
+    lines += [f"{plural(summary.prompts, 'prompt')}: {counts} -> {summary.output}"]
     if summary.ok:
         lines.append(
             f"{plural(summary.prompt_tokens, 'token')} in {summary.seconds:.2f} s "

@@ -122,7 +122,8 @@ class StatusView:
         if height is not None and len(problems) > (room := max(1, height // 6)):
             more = len(problems) - room + 1
             problems = [*problems[: room - 1], Text(f"! {more} problems: see --once", "bold red")]
-        return lines + problems
+        paced = [] if snapshot.paced is None else [Text(snapshot.paced, "bold yellow")]
+        return lines + paced + problems
 
     def _history(self, snapshot: Snapshot, width: int, index: int) -> Text:
         """One of three: throughput, attention's busy share, experts' busy share."""

@@ -79,6 +79,7 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     cost: PromptCost = PromptCost()
     remote: str | None = None
     keys: Keys | None = None
+    paced: str | None = None  # as in Snapshot
 
 
 @dataclass(slots=True)
@@ -209,6 +210,7 @@ class Controller:
             work=sum(self.spec.cost.of(len(p.request.token_ids)) for p in self._pending.values()),
             quitting=self._quitting,
             problems=self._problems(stalled),
+            paced=self.spec.paced,
         )
         return self.statistics.complete(snapshot, now)
 

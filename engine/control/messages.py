@@ -200,7 +200,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     ten seconds. goodput: prompts per second of the last minute that met `ttft_slo_s`; without a
     target, prompts per second. work: what the prompts that wait or run are predicted to take, see
     engine.schedule.cost. quitting: no more requests are taken. problems: what is wrong, in
-    sentences; empty is healthy. history: the last minute, oldest first.
+    sentences; empty is healthy. history: the last minute, oldest first. paced: where ranks wait
+    instead of computing, what has to be said beside all figures.
     """
 
     ready: bool
@@ -219,6 +220,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     quitting: bool = False
     problems: list[str] = []
     history: list[HistoryPoint] = []
+    paced: str | None = None
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

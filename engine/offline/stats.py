@@ -78,7 +78,7 @@ class Summary(msgspec.Struct, frozen=True):
     prompts = ok + failed + skipped. failures: how many failed with each code; first_failure: the
     message of the first. restarts: of ranks whose process ended. prompt_tokens: of the prompts that
     this run computed. seconds: from the first admission to the last result. prompt_seconds: from a
-    prompt's submission to its result, and compute_seconds from its start.
+    prompt's submission to its result, and compute_seconds from its start. paced: as in Snapshot.
     """
 
     prompts: int
@@ -101,6 +101,7 @@ class Summary(msgspec.Struct, frozen=True):
     dtype: str
     topology: str
     output: str
+    paced: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -108,7 +109,14 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summarize(
-    tally: Tally, ranks: Sequence[RankStatus], *, model: str, dtype: str, topology: str, output: str
+    tally: Tally,
+    ranks: Sequence[RankStatus],
+    *,
+    model: str,
+    dtype: str,
+    topology: str,
+    output: str,
+    paced: str | None = None,
 ) -> Summary:
     shares = [
         RankShare(
@@ -144,6 +152,7 @@ def summarize(
         dtype=dtype,
         topology=encodable(topology),
         output=encodable(output),
+        paced=paced,
     )
 
 

@@ -64,6 +64,11 @@ def run_selftest(options: Options, watcher: Watcher) -> Report:
         loaded = load_topology(options.topology, options.overrides)
     except TopologyError as error:
         loaded = error.usable  # what else is wrong is said along with it
+    if loaded.is_paced:
+        raise UsageError(
+            f"{loaded.where('attention', 'device')}: paced ranks wait instead of computing, so "
+            "there is nothing to check; take a topology whose ranks compute"
+        )
     with tempfile.TemporaryDirectory(prefix="asapctl-selftest-") as folder:
         model_dir = Path(folder)
         try:

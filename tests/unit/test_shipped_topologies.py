@@ -157,7 +157,7 @@ def test_a_config_alone_does_not_run(
 def test_a_folder_goes_before_a_packaged_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert packaged_configs() == (DEEPSEEK, QWEN)
+    assert packaged_configs() == (DEEPSEEK, "paced", QWEN)
     monkeypatch.chdir(tmp_path)
     packaged = find_model_dir(load_topology(), QWEN)
     assert packaged.parent.name == "models"
