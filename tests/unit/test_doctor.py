@@ -259,7 +259,7 @@ def test_topologies_on_a_machine_that_has_everything(monkeypatch: pytest.MonkeyP
     found = verdicts(monkeypatch, GOOD, here)
     assert all(verdict.runs for verdict in found.values())
     assert {name for name, verdict in found.items() if verdict.on_cpu} == {
-        name for name in found if name.startswith("cpu")
+        name for name in found if name.startswith(("cpu", "paced"))
     }
     assert models["cpu"] is None  # the demo
     assert models["atlas-a3"] == "qwen3-235b-a22b"  # a demo says nothing about devices
