@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from asapctl import bench
 from asapctl.check import check
 from asapctl.doctor import doctor
 from asapctl.launch import launch
@@ -65,7 +66,7 @@ def _reported(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def reported(*args: Any, **kwargs: Any) -> Any:
         try:
-            if command in (prefill, launch, check, selftest, render):
+            if command in (prefill, launch, check, selftest, render, *bench.COMMANDS):
                 _check_working_folder()
             return command(*args, **kwargs)
         except AsapError as error:
@@ -102,6 +103,9 @@ def _summary(command: Callable[..., Any]) -> str:
 # In the order of the help. These modules import what they need when they run.
 for command in (prefill, launch, ps, status, trace, logs, stop, check, render, doctor, selftest):
     app.command(command.__name__, short_help=_summary(command))(_reported(command))
+for measure in bench.COMMANDS:
+    bench.app.command(measure.__name__, short_help=_summary(measure))(_reported(measure))
+app.add_typer(bench.app)
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

@@ -117,9 +117,17 @@ class Client:
 
     def trace(self, seconds: float, timeout_s: float) -> TraceReport | None:
         """What every rank does in the next `seconds`; None when no answer comes in time."""
+        self.start_trace(seconds)
+        return self.await_trace(seconds + timeout_s)
+
+    def start_trace(self, seconds: float) -> None:
+        """Has every rank record what it does from now on; `await_trace` returns it."""
         self._trace = None
         self.send(StartTrace(seconds))
-        deadline = time.monotonic() + seconds + timeout_s
+
+    def await_trace(self, timeout_s: float) -> TraceReport | None:
+        """The trace that was started last; None when it does not come in time."""
+        deadline = time.monotonic() + timeout_s
         while self._trace is None and (left := deadline - time.monotonic()) > 0:
             self._wait(left)
         return self._trace

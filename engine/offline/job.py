@@ -98,7 +98,7 @@ def run_job(options: Options, watcher: Watcher) -> Summary:
             ),
             output,
             lambda: _start(plan, watcher),
-            _window(plan),
+            window_of(plan),
             done=done,
             kv=kv,
             bytes_before=bytes_before,
@@ -222,7 +222,7 @@ def _limits(plan: "Plan", options: Options) -> Limits:
     )
 
 
-def _window(plan: "Plan") -> Window:
+def window_of(plan: "Plan") -> Window:
     """Enough for every lane to be full four times over, so that no group waits for this side."""
     return Window(4 * plan.groups * plan.lanes * plan.topology.schedule.max_batch_tokens)
 
