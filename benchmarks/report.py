@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 _PACKAGES = ("asapctl", "torch", "transformers", "numpy", "pyzmq")
+# What decides how fast a core multiplies matrices; machines of one name differ in it.
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 _T = TypeVar("_T")
 
 
@@ -95,4 +97,9 @@ def _machine() -> str:
     name = models[0] if models else platform.machine()
     cores = len(psutil.Process().cpu_affinity() or ())
     memory = psutil.virtual_memory().total / 2**30
-    return f"{name}, {cores} cores usable, {memory:.0f} GiB, Linux {platform.release()}"
+    flags = next((line.split() for line in facts if line.startswith("flags")), [])
+    widest = [flag for flag in _INSTRUCTIONS if flag in flags]
+    return (
+        f"{name} ({', '.join(widest) or platform.machine()}), {cores} cores usable, "
+        f"{memory:.0f} GiB, Linux {platform.release()}"
+    )
