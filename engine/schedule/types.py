@@ -30,8 +30,20 @@ class Batch(msgspec.Struct, frozen=True):
         return sum(segment.length for segment in self.segments)
 
 
+class Step(msgspec.Struct, frozen=True):
+    """What groups in lockstep do at the same time. id: of one of their batches. most_tokens: of the
+    largest one.
+    """
+
+    id: int
+    most_tokens: int
+
+
 class Assignment(msgspec.Struct, frozen=True):
-    """Batches handed to one idle attention group, one for each lane in use."""
+    """Batches handed to one idle attention group, one for each lane in use. step: where all groups
+    go through the layers together.
+    """
 
     group: int
     batches: tuple[Batch, ...]
+    step: Step | None = None

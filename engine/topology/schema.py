@@ -100,9 +100,10 @@ class Comm(Section, frozen=True):
 
 class Schedule(Section, frozen=True):
     """min_batch_tokens: a batch is aggregated up to here. lanes: batches that a group has at once.
-    exclusive_tokens: a longer prompt has its group to itself. max_wait_ms: how long a batch waits
-    for company. ttft_slo_s: the time to first token that goodput is measured against.
-    stall_timeout_s: how long a rank may make no progress before it is started again.
+    exclusive_tokens: a longer prompt has its group to itself. chunk_tokens: most tokens of a batch
+    of sync-chunked, which cuts prompts. max_wait_ms: how long a batch waits for company.
+    ttft_slo_s: the time to first token that goodput is measured against. stall_timeout_s: how long a rank
+    may make no progress before it is started again.
     """
 
     policy: Literal["asap", "asap+", "sync", "sync-chunked", "sync-afd"] = "asap"
@@ -110,9 +111,29 @@ class Schedule(Section, frozen=True):
     max_batch_tokens: Count = 4096
     lanes: Count = 2
     exclusive_tokens: Count = 16384
+    chunk_tokens: Count = 8192
     max_wait_ms: Annotated[float, Meta(ge=0, le=3_600_000)] = 20.0
     ttft_slo_s: Seconds | None = None
     stall_timeout_s: Seconds = 60.0
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether all attention groups wait for each other in every layer with experts."""
+        return self.policy.startswith("sync")
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether attention rank i and expert rank i stand for one device."""
+        return self.policy in ("sync", "sync-chunked")
+
+    @property
+    def cuts_prompts(self) -> bool:
+        return self.policy == "sync-chunked"
+
+    @property
+    def batch_limit(self) -> int:
+        """Most tokens of a batch that is more than one prompt."""
+        return self.chunk_tokens if self.cuts_prompts else self.max_batch_tokens
 
 
 class Serve(Section, frozen=True):
@@ -213,5 +234,5 @@ SUPPORTED: dict[tuple[str, str], tuple[object, ...]] = {
     ("experts", "shared_experts"): ("attention",),
     ("experts", "order"): ("round-robin",),
     ("experts", "replicas"): ({},),
-    ("schedule", "policy"): ("asap",),
+    ("schedule", "policy"): ("asap", "sync", "sync-chunked", "sync-afd"),
 }
