@@ -34,12 +34,12 @@ class Blame:
         self._in_a_row: dict[tuple[Role, int], int] = {}
         self._unexplained: dict[tuple[Role, int], int] = {}
 
-    def judge(self, batch: Batch) -> Verdict:
-        """A rank died while computing `batch`."""
+    def judge(self, batch: Batch, company: bool = False) -> Verdict:
+        """A rank died while computing `batch`. company: and others with it."""
         self._suspects.update(segment.key for segment in batch.segments)
         deaths = self._deaths.get(batch.id, 0) + 1
         self._deaths[batch.id] = deaths
-        if len(batch.segments) == 1:
+        if len(batch.segments) == 1 and not company:
             return Verdict.GIVE_UP if deaths >= DEATHS_ALONE else Verdict.AGAIN
         return Verdict.ALONE if deaths >= DEATHS_TOGETHER else Verdict.AGAIN
 
@@ -51,15 +51,15 @@ class Blame:
         """The prompt is answered, one way or the other."""
         self._suspects.discard(key)
 
-    def hopeless(self, rank: RankId, proven: bool, batch: Batch | None) -> bool:
-        """A life of `rank` ended while computing `batch` (before `judge`). proven: it had finished
-        work before, or been there for long.
+    def hopeless(self, rank: RankId, proven: bool, *batches: Batch) -> bool:
+        """A life of `rank` ended while computing `batches` (before `judge`). proven: it had
+        finished work before, or been there for long.
 
         True when it died too often in a row without finishing anything. Deaths that a suspected
         prompt explains count apart.
         """
         who = rank.role, rank.rank
-        explained = batch is not None and any(s.key in self._suspects for s in batch.segments)
+        explained = any(s.key in self._suspects for b in batches for s in b.segments)
         if proven:
             self._in_a_row[who] = self._unexplained[who] = 0
             return False

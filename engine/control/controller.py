@@ -49,8 +49,8 @@ from engine.control.messages import (
 from engine.control.statistics import Statistics
 from engine.control.tracing import TraceCollector
 from engine.curve import Keys
+from engine.schedule.build import Policy
 from engine.schedule.cost import PromptCost
-from engine.schedule.policy import AsapPolicy
 from engine.schedule.types import Assignment, Batch, Request
 from engine.topology.ranks import RankId
 
@@ -62,7 +62,7 @@ _LONG_LIFE_S = 60.0
 
 class ControllerSpec(msgspec.Struct, frozen=True):
     """What the controller needs to know of its instance. remote: where ranks of other nodes come,
-    with `keys`.
+    with `keys`. policy: by its name.
     """
 
     address: str
@@ -73,6 +73,9 @@ class ControllerSpec(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     exclusive_tokens: int
     max_wait_s: float
+    policy: str = "asap"
+    chunk_tokens: int = 8192
+    in_lockstep: bool = False
     stall_timeout_s: float = 60.0
     ttft_slo_s: float | None = None
     tensor_parallel: int = 1
@@ -112,7 +115,7 @@ class Controller:
     """Messages in, (peer, message) pairs out. Time is an argument: seconds, monotonic."""
 
     spec: ControllerSpec
-    policy: AsapPolicy
+    policy: Policy
     machine: str = ""  # whose clock times are on
     statistics: Statistics = field(default_factory=Statistics)
     outbox: deque[tuple[bytes, Message]] = field(default_factory=deque)
@@ -139,7 +142,7 @@ class Controller:
         self._ranks = {(id_.role, id_.rank): _Rank(id_) for id_ in self.spec.ranks}
         # Who is to be ended after less than that has stalled after less.
         self._quiet_s = min(QUIET_S, self.spec.stall_timeout_s)
-        self._liveness = Liveness(self._quiet_s)
+        self._liveness = Liveness(self._quiet_s, self.spec.in_lockstep)
 
     @property
     def ready(self) -> bool:
@@ -332,7 +335,7 @@ class Controller:
             self._running[batch.id] = (assignment.group, batch)
             for member in members:
                 assert member.peer is not None
-                self.outbox.append((member.peer, Run(batch, lane, requests)))
+                self.outbox.append((member.peer, Run(batch, lane, requests, assignment.step)))
 
     def _members(self, group: int) -> list[_Rank]:
         """The ranks of an attention group, the one that answers first."""
@@ -360,27 +363,37 @@ class Controller:
         self._liveness.gone(death.id)
         self._traces.gone(death.id)
         self._meeting.gone(death.id)
-        blamed = None
         old.innocent = old.innocent or death.collateral
-        if death.batch in self._running and not old.innocent:
-            blamed = self._running[death.batch][1]
-        work = "nothing" if blamed is None else f"batch {blamed.id}"
+        blamed = [] if old.innocent else self._computed(death)
+        work = ", ".join(f"batch {batch.id}" for batch in blamed) or "nothing"
         log.warning("%s died: %s; it computed %s", death.id, death.reason, work)
         proven = death.work_items or (old.ready and now - old.ready_at > _LONG_LIFE_S)
-        if not old.innocent and self._blame.hopeless(death.id, bool(proven), blamed):
+        if not old.innocent and self._blame.hopeless(death.id, bool(proven), *blamed):
             self._end(f"{death.id} died too often without finishing work; last: {death.reason}")
             return
-        verdict = Verdict.AGAIN if blamed is None else self._blame.judge(blamed)
-        if blamed is not None and verdict is not Verdict.AGAIN:
-            self._fates[blamed.id] = verdict
+        for batch in blamed:
+            verdict = self._blame.judge(batch, company=len(blamed) > 1)
+            if verdict is Verdict.AGAIN:
+                continue
+            self._fates[batch.id] = verdict
             if death.id.role == "expert":
                 # The batch has to leave its group. A new life of the group is the surest way.
-                first, *_ = self._members(self._running[blamed.id][0])
+                first, *_ = self._members(self._running[batch.id][0])
                 first.innocent = True
-                self._kill(first, f"to take batch {blamed.id} from it")
+                self._kill(first, f"to take batch {batch.id} from it")
         if death.id.role == "attention":
             group = death.id.rank // self.spec.tensor_parallel
             self._requeue(self.policy.lost(group), death.reason, now)
+
+    def _computed(self, death: RankDied) -> list[Batch]:
+        """What the rank that died was computing: one batch, or in lockstep, where an expert rank
+        computes for all groups at once, all that run.
+        """
+        if death.batch not in self._running:
+            return []
+        if death.id.role == "expert" and self.spec.in_lockstep:
+            return [batch for _, batch in self._running.values() if batch.segments]
+        return [self._running[death.batch][1]]
 
     def _requeue(self, batches: list[Batch], reason: str, now: float) -> None:
         for batch in batches:

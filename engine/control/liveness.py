@@ -24,11 +24,13 @@ class _Heard:
 
 class Liveness:
     """Time is an argument, in seconds on one monotonic clock. quiet_s: how long anybody may be
-    silent.
+    silent. in_lockstep: an expert rank waits for all attention ranks, so it owes nothing until all
+    that have work wait for it.
     """
 
-    def __init__(self, quiet_s: float = QUIET_S) -> None:
+    def __init__(self, quiet_s: float = QUIET_S, in_lockstep: bool = False) -> None:
         self._quiet_s = quiet_s
+        self._in_lockstep = in_lockstep
         self._heard: dict[RankId, _Heard] = {}
         self._owes: dict[RankId, dict[int, float]] = {}  # attention rank -> expert -> since
 
@@ -57,11 +59,7 @@ class Liveness:
         """The ranks without headway, and for how many seconds. working: attention ranks that have
         batches.
         """
-        owed: dict[int, float] = {}  # expert -> since when somebody waits for it
-        for rank, experts in self._owes.items():
-            if rank.rank in working:
-                for expert, since in experts.items():
-                    owed[expert] = min(since, owed.get(expert, since))
+        owed = self._owed(working)
         silent: dict[RankId, float] = {}
         for rank, heard in self._heard.items():
             since = heard.at
@@ -74,3 +72,14 @@ class Liveness:
             if now - since > max(self._quiet_s, MARGIN * heard.predicted_s):
                 silent[rank] = now - since
         return silent
+
+    def _owed(self, working: Collection[int]) -> dict[int, float]:
+        """The expert ranks that somebody, or in lockstep everybody, waits for, and since when."""
+        since: dict[int, list[float]] = {}
+        for rank, experts in self._owes.items():
+            if rank.rank in working:
+                for expert, begun in experts.items():
+                    since.setdefault(expert, []).append(begun)
+        if self._in_lockstep:
+            return {e: max(begun) for e, begun in since.items() if len(begun) == len(working)}
+        return {expert: min(begun) for expert, begun in since.items()}

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from engine.schedule.types import Batch
+from engine.schedule.types import Batch, Step
 from engine.topology.ranks import RankId
 
 PROTOCOL_VERSION = 1
@@ -356,11 +356,14 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """A batch for one lane of an attention group, with the requests its segments belong to."""
+    """A batch for one lane of an attention group, with the requests its segments belong to. step:
+    where all groups go through the layers together.
+    """
 
     batch: Batch
     lane: int
     requests: list[PrefillRequest]
+    step: Step | None = None
 
 
 class StoreValues(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from engine.control.controller import Controller, ControllerSpec
 from engine.control.messages import Refused, decode, encode
 from engine.control.statistics import Statistics
 from engine.curve import Gatekeeper, secure_server
-from engine.schedule.policy import AsapPolicy
+from engine.schedule.build import make_policy
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,14 @@ def main(payload: bytes, fds: list[int]) -> None:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s controller: %(message)s")
     spec = msgspec.msgpack.decode(payload, type=ControllerSpec)
-    policy = AsapPolicy(
+    policy = make_policy(
+        spec.policy,
         groups=spec.groups,
         lanes=spec.agreement.lanes,
         min_batch_tokens=spec.min_batch_tokens,
         max_batch_tokens=spec.max_batch_tokens,
         exclusive_tokens=spec.exclusive_tokens,
+        chunk_tokens=spec.chunk_tokens,
         max_wait_s=spec.max_wait_s,
     )
     controller = Controller(spec, policy, this_machine(), Statistics(spec.ttft_slo_s))

@@ -136,6 +136,11 @@ class Layout:
         return self.groups * self.members
 
     @property
+    def senders(self) -> int:
+        """How many attention ranks' dispatches make up one work item."""
+        return self.attention_ranks if self.schedule.in_lockstep else self.members
+
+    @property
     def window_rows(self) -> int:
         """Most rows that one member dispatches at once."""
         return most_rows(self.window_tokens, self.members)
@@ -216,13 +221,15 @@ class Layout:
 
     def _attention(self, longest: int) -> list[RankPlan]:
         exclusive = self.schedule.exclusive_tokens
-        ordinary = max(self.schedule.max_batch_tokens, min(longest, exclusive))
+        ordinary = max(self.schedule.batch_limit, min(longest, exclusive))
         lanes = self.schedule.lanes
         tokens = lanes * ordinary
         working_set = lanes * self._attention_working_set(ordinary)
         if longest > exclusive:  # such a prompt has its group to itself
             tokens = max(tokens, longest)
             working_set = max(working_set, self._attention_working_set(longest))
+        if self.schedule.cuts_prompts:  # one that is cut is kept from batch to batch
+            tokens += longest
         sizes = [window.total_bytes for window in self.windows]
         plan = RankPlan(
             id=RankId("attention", 0),
@@ -243,10 +250,9 @@ class Layout:
         ]
 
     def _experts(self) -> list[RankPlan]:
-        # A work item has the rows of all members.
-        rows = self.window_rows * self.members
+        rows = self.window_rows * self.senders
         working_set = working_set_bytes(self.config, "expert", rows, self.dtype_bytes)
-        if self.members > 1:
+        if self.senders > 1:
             working_set += 2 * rows * self.config.hidden_size * self.dtype_bytes
         return [
             self._placed(
@@ -276,7 +282,7 @@ class Layout:
         kind = self.wiring.kind("expert")
         if kind == "cpu":
             return 0
-        pairs = self.members * window.pairs
+        pairs = self.senders * window.pairs
         sizes = self.config.hidden_size, self.config.expert_intermediate, self.dtype_bytes
         kernel = grouped_mlp.workspace_bytes(rows, pairs, window.local_experts, *sizes)
         if kind == "npu":  # whichever of the two it will have
@@ -304,7 +310,7 @@ class Layout:
 
     def _kv_per_token(self, members: int) -> int:
         """What one of `members` keeps of a token."""
-        if not self.keep_kv:
+        if not (self.keep_kv or self.schedule.cuts_prompts):
             return 0
         return kv_bytes_per_token(self.config, self.dtype_bytes, size=members)
 
@@ -312,7 +318,9 @@ class Layout:
         """Where heads are divided, a prompt's cache is put together in the host's memory, on the
         first member.
         """
-        divided = self.members > 1 and isinstance(self.config.attention, GroupedQuery)
+        divided = (
+            self.keep_kv and self.members > 1 and isinstance(self.config.attention, GroupedQuery)
+        )
         return longest * self._kv_per_token(1) if divided else 0
 
     def _staging(self, role: Role, window_bytes: int) -> int:

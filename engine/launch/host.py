@@ -12,6 +12,7 @@ import msgspec
 
 from engine.comm.packets import packet_pair
 from engine.errors import RunError
+from engine.launch.cores import core_of
 from engine.launch.endpoint import endpoint
 from engine.launch.orders import Death, EndRank, Order, StartRank, TellPeer
 from engine.launch.plan import Plan
@@ -98,6 +99,7 @@ class LocalHost:
             turns=[f"{self._local(instance, member)}.turns" for member in team],
             listens=listener is not None,
             address=plan.address or "127.0.0.1",
+            core=core_of(plan, instance, spec.id),
         )
         ours, theirs = packet_pair()
         ours.setblocking(False)

@@ -80,6 +80,14 @@ class Plan:
     assumed: bool = False
     pacing: Pacing | None = None
 
+    @property
+    def senders(self) -> int:
+        """How many attention ranks dispatch together, and live and die together: those of a group,
+        or in lockstep all of them.
+        """
+        ranks = self.groups * self.tensor_parallel
+        return ranks if self.topology.schedule.in_lockstep else self.tensor_parallel
+
     def environment_of(self, device: Slot | None) -> dict[str, str]:
         """What a rank on `device` has to have set, its mask included."""
         return {**self.environment, **mask_environment(device)}
@@ -129,6 +137,7 @@ class Plan:
             "[schedule] min_batch_tokens": schedule.min_batch_tokens,
             "[schedule] max_batch_tokens": schedule.max_batch_tokens,
             "[schedule] exclusive_tokens": schedule.exclusive_tokens,
+            "[schedule] chunk_tokens": schedule.chunk_tokens,
             "[serve] kv_dir is set": self.keep_kv,
             "ranks of each node": _shown(self.placement),
             **agreed({**os.environ, **self.environment}, backends),
@@ -210,7 +219,7 @@ def make_plan(
         groups=layout.groups,
         tensor_parallel=layout.members,
         experts=layout.experts,
-        lanes=topology.schedule.lanes,
+        lanes=planner.topology.schedule.lanes,
         window_tokens=layout.window_tokens,
         windows=layout.windows,
         ranks=tuple(seen.get(rank.id, rank) for rank in layout.ranks(longest)),

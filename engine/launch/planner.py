@@ -40,6 +40,10 @@ class Planner:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        schedule = self.topology.schedule
+        if schedule.in_lockstep:  # a group has one batch of a step
+            schedule = msgspec.structs.replace(schedule, lanes=1)
+            self.topology = msgspec.structs.replace(self.topology, schedule=schedule)
         self.wiring = self.resources.wiring
         self.limits = self.resources.limits
         self.machine = self.resources.machine
@@ -69,7 +73,11 @@ class Planner:
             self.topology.experts.ranks == "auto" and self.wiring.experts == "cpu",
         )
         while layout.host_bytes(self._shortest_limit) > self.limits.host:
-            if may_shrink[0] and groups > 1 and (groups >= ranks or not may_shrink[1]):
+            if self.topology.schedule.is_colocated:
+                if not all(may_shrink) or groups == 1:
+                    break
+                groups, ranks = groups - 1, ranks - self.wiring.tensor_parallel
+            elif may_shrink[0] and groups > 1 and (groups >= ranks or not may_shrink[1]):
                 groups -= 1
             elif may_shrink[1] and ranks > 1:
                 ranks -= 1
@@ -151,15 +159,21 @@ class Planner:
         """Memory does not shrink with a limit below this: batches hold as many tokens anyway."""
         asked = self.topology.model.max_model_len
         limit = self.config.max_position_embeddings if asked == "auto" else asked
-        return min(limit, self.topology.schedule.max_batch_tokens)
+        return min(limit, self.topology.schedule.batch_limit)
 
     def _counts(self) -> tuple[int, int]:
         """Groups and ranks, where "auto" divides the cores or devices that a side computes on; of
-        those that both compute on, attention gets the odd one.
+        those that both compute on, attention gets the odd one. Where an attention rank and an
+        expert rank stand for one device, there are as many of each.
         """
         asked_groups, asked_ranks = self.topology.attention.groups, self.topology.experts.ranks
         attention, experts = self.wiring.attention, self.wiring.experts
         members = self.wiring.tensor_parallel
+        if self.topology.schedule.is_colocated:
+            pairs = min(_clamped(self._places(attention), attention), self.config.experts)
+            pairs = pairs if asked_ranks == "auto" else asked_ranks
+            groups = max(1, pairs // members) if asked_groups == "auto" else asked_groups
+            return groups, groups * members if asked_ranks == "auto" else asked_ranks
         shared = attention == experts
         if asked_groups != "auto":
             groups = asked_groups
@@ -219,9 +233,23 @@ class Planner:
         for where, count in ((where_groups, groups), (where_ranks, ranks)):
             if count > MOST_PEERS:
                 self.problems.append(f"{where}: {count} is too many; at most {MOST_PEERS}")
+        if self.topology.schedule.is_colocated:
+            self.problems += self._colocation_problems(groups * members, ranks)
         here = self._check_placement(groups, ranks)
         self._check_files(groups * members, ranks, here)
         return len(self.problems) > before
+
+    def _colocation_problems(self, attention: int, ranks: int) -> list[str]:
+        where, policy = self.topology.where("schedule", "policy"), self.topology.schedule.policy
+        problems = []
+        if ranks != attention:
+            problems.append(
+                f"{self.topology.where('experts', 'ranks')}: {policy} has one expert rank on each "
+                f'attention rank\'s device; set {attention} or "auto", not {ranks}'
+            )
+        if self.node.nnodes > 1:
+            problems.append(f"{where}: {policy} runs on one node only; take sync-afd")
+        return problems
 
     def _check_placement(self, groups: int, ranks: int) -> int:
         """How many ranks are on this node."""
@@ -259,7 +287,7 @@ class Planner:
     def _layout(self, groups: int, ranks: int, placed: bool = True) -> Layout:
         """placed: on the nodes; otherwise as one instance on this one."""
         asked = self.topology.comm.window_tokens
-        tokens = self.topology.schedule.max_batch_tokens if asked == "auto" else asked
+        tokens = self.topology.schedule.batch_limit if asked == "auto" else asked
         layout = self._layout_with(groups, ranks, tokens, placed)
         may_shrink = asked == "auto" and self.node.nnodes == 1
         while may_shrink and self._large_windows(layout) and tokens > LEAST_WINDOW:
@@ -314,7 +342,7 @@ class Planner:
 
     def _note_layout(self, layout: Layout) -> None:
         if self.topology.comm.window_tokens == "auto" and (
-            layout.window_tokens < self.topology.schedule.max_batch_tokens
+            layout.window_tokens < self.topology.schedule.batch_limit
         ):
             self.notes.append(
                 f"windows of {layout.window_tokens} tokens: a batch goes in several dispatches, so "

@@ -30,7 +30,7 @@ class Ranks:
 
     Windows belong to a pair of lives: whoever is started again gets new ones with every peer,
     and each living peer is sent its end of them. The members of an attention group live and die
-    together, since they compute every step together.
+    together, since they compute every step together; in lockstep, so do all groups.
     """
 
     def __init__(
@@ -142,12 +142,13 @@ class Ranks:
             overlap=id_.role == "expert" or plan.topology.attention.overlap,
             connect_timeout_s=plan.topology.comm.connect_timeout_s,
             keys=self._keys,
+            senders=plan.senders,
         )
         self._host_of(id_).start(self._instance, spec, windows)
 
     def _team_of(self, id_: RankId) -> list[RankId]:
-        """All members of the rank's attention group; an expert rank is alone."""
-        size = self._plan.tensor_parallel
+        """All that live and die with the rank; an expert rank is alone."""
+        size = self._plan.senders
         if id_.role == "expert" or size == 1:
             return [id_]
         first = id_.rank // size * size

@@ -224,7 +224,7 @@ def _limits(plan: "Plan", options: Options) -> Limits:
 
 def window_of(plan: "Plan") -> Window:
     """Enough for every lane to be full four times over, so that no group waits for this side."""
-    return Window(4 * plan.groups * plan.lanes * plan.topology.schedule.max_batch_tokens)
+    return Window(4 * plan.groups * plan.lanes * plan.topology.schedule.batch_limit)
 
 
 def _fingerprint(plan: "Plan", options: Options) -> str:

@@ -102,8 +102,8 @@ class Schedule(Section, frozen=True):
     """min_batch_tokens: a batch is aggregated up to here. lanes: batches that a group has at once.
     exclusive_tokens: a longer prompt has its group to itself. chunk_tokens: most tokens of a batch
     of sync-chunked, which cuts prompts. max_wait_ms: how long a batch waits for company.
-    ttft_slo_s: the time to first token that goodput is measured against. stall_timeout_s: how long a rank
-    may make no progress before it is started again.
+    ttft_slo_s: the time to first token that goodput is measured against. stall_timeout_s: how long
+    a rank may make no progress before it is started again.
     """
 
     policy: Literal["asap", "asap+", "sync", "sync-chunked", "sync-afd"] = "asap"

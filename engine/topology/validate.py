@@ -145,6 +145,10 @@ def _check_combinations(sections: Mapping[str, Section]) -> Iterable[tuple[str, 
                 "tensor_parallel",
                 "a paced rank stands for a whole group; leave it at 1",
             )
+    if schedule.in_lockstep:
+        for name, device in (("attention", attention.device), ("experts", experts.device)):
+            if device in ("cuda", "npu"):
+                yield name, "device", f'"{schedule.policy}" is built for "cpu" and "paced" only'
     least, most = schedule.min_batch_tokens, schedule.max_batch_tokens
     if least > most:
         yield (

@@ -91,20 +91,22 @@ class AttentionLoop:
         tokens = lane.own_tokens(batch)
         span = self._recorder.span("embed", batch.id, lane.index, tokens=tokens)
         with self._meter.computing(batch.id, tokens), span:
-            lane.start(batch, message.requests)
+            lane.start(batch, message.requests, message.step)
 
     def _take(self, arrival: Arrival) -> None:
+        lane = self._lanes[arrival.lane]
+        batch = arrival.batch if lane.batch is None else lane.batch.id  # of groups in lockstep
         span = self._recorder.span(
             "combine",
-            arrival.batch,
+            batch,
             arrival.lane,
             arrival.layer,
             arrival.tile,
             arrival.expert,
             arrival.n,
         )
-        with self._meter.computing(arrival.batch), span:
-            self._lanes[arrival.lane].take(arrival)
+        with self._meter.computing(batch), span:
+            lane.take(arrival)
 
     def _advance(self, lane: Lane) -> None:
         assert lane.batch is not None
@@ -172,7 +174,7 @@ def _run(
             transport_of(spec, dtype, device),
             dtype,
             config.layers,
-            spec.shard.size,
+            spec.senders,
             context,
         )
         try:
@@ -204,6 +206,7 @@ def _run(
                     },
                     recorder=recorder,
                     team=team,
+                    senders=spec.senders,
                 )
                 for index in range(agreement.lanes)
             ]

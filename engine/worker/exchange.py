@@ -5,9 +5,10 @@ after another, as its region for this lane becomes free, without regard to the o
 ranks. What comes back is added in rank order within a tile, so that the sum of a token has the
 same bits whatever arrived first; a segment that is early stays in its window until its turn.
 
-An expert rank without tokens of a tile is neither written to nor awaited, unless the attention
-group has several members: then every one of them dispatches to every expert rank, in as many
-tiles as the member with the most rows, since the expert rank waits for all of them.
+An expert rank without tokens of a tile is neither written to nor awaited, unless several attention
+ranks dispatch together, as the members of a group or all groups in lockstep: then every one of them
+dispatches to every expert rank, in as many tiles as the one with the most rows, since the expert
+rank waits for all of them.
 """
 
 from collections import deque
@@ -47,8 +48,8 @@ class _Tile:
 class Exchange:
     """Never blocks: `send` writes what there is room for, `take` adds what has come.
 
-    members: of the attention group. most_rows: of the member that has the most; by default those
-    of `routed`.
+    senders: how many attention ranks dispatch together. most_rows: of the one that has the most; by
+    default those of `routed`.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Exchange:
         routed: Routed,
         bounds: Sequence[range],
         window_tokens: int,
-        members: int = 1,
+        senders: int = 1,
         most_rows: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class Exchange:
         experts, weights = routed.experts.cpu(), routed.weights.cpu()  # the plan is the host's
         for span in tiles(most_rows or len(routed.x), window_tokens):
             plan = plan_dispatch(experts[span], weights[span], bounds)
-            parts = {rank: part for rank, part in enumerate(plan) if part.n or members > 1}
+            parts = {rank: part for rank, part in enumerate(plan) if part.n or senders > 1}
             for rank in parts:
                 self._unsent.setdefault(rank, deque()).append(len(self._tiles))
             self._tiles.append(_Tile(span, parts, deque(parts)))

@@ -197,7 +197,7 @@ def _endpoint(
     dtype = getattr(torch, spec.agreement.dtype)
     wiring = (
         *(spec.id, ear, peers_of(spec, windows), transport, dtype, config.layers),
-        *(spec.shard.size, context),
+        *(spec.senders, context),
     )
     if spec.hardware is None:
         return ExpertSide(*wiring)

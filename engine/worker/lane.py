@@ -17,7 +17,7 @@ from engine.comm.primitives import Arrival, AttentionEndpoint
 from engine.control.messages import PrefillRequest, PrefillResult
 from engine.model.spans import Span
 from engine.model.timing import listening
-from engine.schedule.types import Batch
+from engine.schedule.types import Batch, Step
 from engine.topology.shard import most_rows
 from engine.worker.exchange import Exchange
 from engine.worker.parts import AttentionPart
@@ -31,7 +31,8 @@ class Lane:
     window_tokens: the most rows of this rank in one dispatch. prompts: those of which a segment
     has been computed but not the last; the lanes of a rank share it, because the segments of a
     prompt may come to different lanes. team: the attention group. Its members divide the heads in
-    attention and the batch's rows everywhere else; only the first one `answers`.
+    attention and the batch's rows everywhere else; only the first one `answers`. senders: how many
+    attention ranks dispatch together: the team, or where all groups are in lockstep, every one.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Lane:
         kv_metadata: Mapping[str, str],
         recorder: Recorder | None = None,
         team: TensorParallel | None = None,
+        senders: int | None = None,
     ) -> None:
         self.index = index
         self.batch: Batch | None = None
@@ -57,6 +59,7 @@ class Lane:
         self._kv_metadata = kv_metadata
         self._recorder = recorder or Recorder()
         self._team = team or TensorParallel.solo()
+        self._senders = senders or self._team.size
         self._exchange: Exchange | None = None
 
     @property
@@ -96,11 +99,16 @@ class Lane:
     def _finishes_next(self) -> bool:
         return self._layer + (self._exchange is not None) >= self._model.config.layers
 
-    def start(self, batch: Batch, requests: Sequence[PrefillRequest]) -> None:
-        """Takes a batch; `requests` belong to its segments, in order."""
+    def start(
+        self, batch: Batch, requests: Sequence[PrefillRequest], step: Step | None = None
+    ) -> None:
+        """Takes a batch; `requests` belong to its segments, in order. step: of groups in lockstep,
+        where a batch may have no segments.
+        """
         if self.batch is not None:
             raise RuntimeError(f"lane {self.index} is busy with batch {self.batch.id}")
         self.batch = batch
+        self._step = step or Step(batch.id, batch.tokens)
         self._layer = 0
         self._spans = [Span(segment.start, segment.length) for segment in batch.segments]
         self._prompts = [self._prompt(request) for request in requests]
@@ -111,7 +119,7 @@ class Lane:
         device = self._model.device
         own = token_ids[self._team.rows(batch.tokens)]
         self._hidden = self._model.embed(torch.tensor(own, dtype=torch.int64, device=device))
-        self._rope = self._model.rope(torch.cat(positions).to(device))
+        self._rope = self._model.rope(torch.cat([torch.arange(0), *positions]).to(device))
 
     def advance(self) -> list[PrefillResult] | None:
         """Computes up to the next dispatch (None), or to the end: the results, and idle again."""
@@ -121,16 +129,17 @@ class Lane:
             self._hidden = self._hidden + self._routed_sum
             self._layer += 1
         while self._layer < self._model.config.layers:
-            with self._span("attend"), self._parts():
-                self._attend(self.batch.tokens)
+            if self.batch.segments:
+                with self._span("attend"), self._parts():
+                    self._attend(self.batch.tokens)
             if self._model.config.is_moe(self._layer):
-                self._dispatch(self.batch.id, self.batch.tokens)
+                self._dispatch()
                 return None
             with self._span("dense"):
                 self._hidden = self._model.dense(self._layer, self._hidden)
             self._layer += 1
         with self._span("finish"):
-            results = self._finish(self.batch.tokens)
+            results = self._finish(self.batch.tokens) if self.batch.segments else []
         self.batch = None
         return results
 
@@ -156,19 +165,19 @@ class Lane:
             return self._unfinished.pop(request.key)
         return Prompt(request, self._model)
 
-    def _dispatch(self, batch: int, tokens: int) -> None:
+    def _dispatch(self) -> None:
         with self._span("route"):
             routed = self._model.route(self._layer, self._hidden)
             self._exchange = Exchange(
                 self._endpoint,
                 lane=self.index,
-                batch=batch,
+                batch=self._step.id,
                 layer=self._layer,
                 routed=routed,
                 bounds=self._bounds,
                 window_tokens=self._window_tokens,
-                members=self._team.size,
-                most_rows=most_rows(tokens, self._team.size),
+                senders=self._senders,
+                most_rows=most_rows(self._step.most_tokens, self._team.size),
                 recorder=self._recorder,
             )
         self._exchange.send()

@@ -174,6 +174,8 @@ def run_rank(payload: bytes, fds: list[int], start: Start) -> None:
     logging.basicConfig(level=level, format=f"%(asctime)s {spec.id}: %(message)s")
     os.environ.update(spec.environment)  # a mask counts from before the device is opened
     keep_freed_memory()
+    if spec.core is not None:
+        os.sched_setaffinity(0, {spec.core})
     torch.set_num_threads(spec.threads)
     torch.set_num_interop_threads(1)
     lifeline, black_box, *windows = fds

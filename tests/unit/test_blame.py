@@ -32,14 +32,14 @@ def test_deaths_of_different_batches_do_not_add_up() -> None:
 
 def test_a_rank_that_dies_of_nothing_in_particular_is_hopeless_at_the_third_time() -> None:
     blame = Blame()
-    assert [blame.hopeless(RANK, False, None) for _ in range(3)] == [False, False, True]
+    assert [blame.hopeless(RANK, False) for _ in range(3)] == [False, False, True]
 
 
 def test_finished_work_starts_the_count_again() -> None:
     blame = Blame()
     proven = [False, False, True, False, False, True]
-    assert not any(blame.hopeless(RANK, life, None) for life in proven)
-    assert not blame.hopeless(RankId("expert", 1), False, None)
+    assert not any(blame.hopeless(RANK, life) for life in proven)
+    assert not blame.hopeless(RankId("expert", 1), False)
 
 
 def test_one_prompt_may_kill_a_rank_five_times_without_ending_the_instance() -> None:
