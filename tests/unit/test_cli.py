@@ -149,7 +149,7 @@ def test_the_list_of_commands_cuts_no_sentence(invoke: Invoke) -> None:
     listed = invoke("--help").stdout.partition("Commands:\n")[2]
     assert "..." not in listed
     sentences = re.split(r"^  (?=\S)", listed, flags=re.MULTILINE)[1:]
-    assert len(sentences) == 11
+    assert len(sentences) == 12
     assert all(sentence.rstrip().endswith(".") for sentence in sentences)
 
 
