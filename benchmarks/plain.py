@@ -9,7 +9,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -48,8 +49,9 @@ class PlainProcesses:
             self._processes.append(process)
 
     def __enter__(self) -> "PlainProcesses":
-        for link in self._links:
-            _answer(link)  # it has loaded
+        with _ended():
+            for link in self._links:
+                link.recv()  # it has loaded
         return self
 
     def __exit__(
@@ -81,14 +83,15 @@ class PlainProcesses:
                 given[link] = batch = waiting.popleft()
                 link.send((attention_alone, [list(prompts[key]) for key in batch]))
 
-        for link in self._links:
-            give(link)
-        while given:
-            for ready in wait(list(given)):
-                assert isinstance(ready, Connection)
-                for key, token in zip(given.pop(ready), _answer(ready), strict=True):
-                    tokens[key] = token
-                give(ready)
+        with _ended():
+            for link in self._links:
+                give(link)
+            while given:
+                for ready in wait(list(given)):
+                    assert isinstance(ready, Connection)
+                    for key, token in zip(given.pop(ready), ready.recv(), strict=True):
+                        tokens[key] = token
+                    give(ready)
         return Ran(time.perf_counter() - start, tokens)
 
 
@@ -115,13 +118,13 @@ def engine_batches(topology: Topology, groups: int, lengths: Sequence[int]) -> l
     return batches
 
 
-def _answer(link: Connection) -> list[int]:
+@contextmanager
+def _ended() -> Iterator[None]:
+    """RunError when a process is gone with which something is exchanged inside."""
     try:
-        answer = link.recv()
+        yield
     except (EOFError, OSError):
         raise RunError("a plain process ended; what it said is above") from None
-    assert isinstance(answer, list)
-    return answer
 
 
 def _work(link: Connection, model_dir: Path) -> None:
