@@ -36,7 +36,7 @@ def offline(
         typer.Option(
             metavar="FILE|SPEC",
             help="Lengths of prompts: fixed:512, uniform:10-20, lognormal:mean=512,sigma=1.0,"
-            "max=4096, or a file of lengths or a trace, to draw from.",
+            "max=4096, or a file of one length a line, to draw from.",
         ),
     ] = None,
     prompts: Annotated[

@@ -1,0 +1,1 @@
+"""What comes to an instance: lengths of prompts. Without torch; imports errors and files only."""
