@@ -61,6 +61,10 @@ SHM = layout(2, 2, *SMALL)
 GLOO = [*SHM, "comm.transport=gloo"]
 TEAMS = [*layout(2, 1, *SMALL), "attention.tensor_parallel=2"]
 TEAMS_GLOO = [*TEAMS, "comm.transport=gloo"]
+SYNC = [*SHM, "schedule.policy=sync"]
+CHUNKED = [*SHM, "schedule.policy=sync-chunked", "schedule.chunk_tokens=700"]
+SYNC_AFD = [*layout(2, 1, *SMALL), "schedule.policy=sync-afd", "comm.transport=gloo"]
+LOCKSTEP = (SYNC, CHUNKED, SYNC_AFD)
 
 
 @functools.cache
@@ -82,6 +86,12 @@ def undisturbed(*overrides: str) -> dict[int, object]:
         (TEAMS, RankId("attention", 3)),
         (TEAMS_GLOO, RankId("attention", 0)),
         (TEAMS_GLOO, RankId("expert", 0)),
+        (SYNC, RankId("attention", 1)),
+        (SYNC, RankId("expert", 0)),
+        (CHUNKED, RankId("attention", 0)),
+        (CHUNKED, RankId("expert", 1)),
+        (SYNC_AFD, RankId("attention", 1)),
+        (SYNC_AFD, RankId("expert", 0)),
     ],
     ids=[
         "shm-attention",
@@ -91,6 +101,12 @@ def undisturbed(*overrides: str) -> dict[int, object]:
         "teams-attention",
         "teams-gloo-attention",
         "teams-gloo-expert",
+        "sync-attention",
+        "sync-expert",
+        "chunked-attention",
+        "chunked-expert",
+        "sync-afd-attention",
+        "sync-afd-expert",
     ],
 )
 def test_a_killed_rank_comes_back_and_no_bit_differs(overrides: list[str], rank: RankId) -> None:
@@ -101,8 +117,9 @@ def test_a_killed_rank_comes_back_and_no_bit_differs(overrides: list[str], rank:
         wait_for(lambda: status_of(client, rank).work_items > 2, f"{rank} is at work")
         os.kill(status_of(client, rank).pid, signal.SIGKILL)
         results = collect(client, 60)
-        # Members of a group live and die together.
-        size = 2 if overrides in (TEAMS, TEAMS_GLOO) and rank.role == "attention" else 1
+        # Members of a group live and die together, and so do all groups in lockstep.
+        together = overrides in (TEAMS, TEAMS_GLOO, *LOCKSTEP) and rank.role == "attention"
+        size = 2 if together else 1
         first = rank.rank // size * size
         for member in (RankId(rank.role, first + place) for place in range(size)):
             wait_for(lambda m=member: status_of(client, m).ready, f"{member} is ready again")
@@ -111,15 +128,15 @@ def test_a_killed_rank_comes_back_and_no_bit_differs(overrides: list[str], rank:
         snapshot = client.fresh_snapshot(10.0)
         assert snapshot is not None
         assert sum(status.deaths for status in snapshot.ranks) == size
-    if overrides == TEAMS_GLOO and rank.role == "expert":
+    if overrides in LOCKSTEP or (overrides == TEAMS_GLOO and rank.role == "expert"):
         check_close(values(results), expected)
     else:
         assert values(results) == expected
 
 
 def check_close(found: dict[int, Any], expected: dict[int, Any]) -> None:
-    """What ranks of a group have sent again is computed for each by itself: the same numbers, in
-    products of other sizes.
+    """What several ranks have sent again is computed for each by itself, and batches in lockstep
+    run again in other company: the same numbers, in products of other sizes.
     """
     assert found.keys() == expected.keys()
     for key, (error, token, top, scores) in found.items():
@@ -130,7 +147,9 @@ def check_close(found: dict[int, Any], expected: dict[int, Any]) -> None:
         assert all(abs(o.logprob - t.logprob) < 1e-5 for o, t in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("overrides", [SHM, GLOO, TEAMS_GLOO], ids=["shm", "gloo", "teams"])
+@pytest.mark.parametrize(
+    "overrides", [SHM, GLOO, TEAMS_GLOO, CHUNKED], ids=["shm", "gloo", "teams", "chunked"]
+)
 def test_random_kills_cost_no_answer(overrides: list[str]) -> None:
     model_dir = checkpoint(FAMILY)
     chaos = random.Random(7)
@@ -162,6 +181,7 @@ def test_random_kills_cost_no_answer(overrides: list[str]) -> None:
         assert results[request.key].token_id == int(logits.argmax())
 
 
+@pytest.mark.parametrize("policy", ["asap", "sync-afd"])
 @pytest.mark.parametrize(
     "entries",
     [
@@ -171,7 +191,7 @@ def test_random_kills_cost_no_answer(overrides: list[str]) -> None:
     ids=["attention", "expert"],
 )
 def test_a_prompt_that_kills_its_rank_fails_alone(
-    entries: dict[Role, str], monkeypatch: pytest.MonkeyPatch
+    entries: dict[Role, str], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     for role, entry in entries.items():
@@ -180,7 +200,8 @@ def test_a_prompt_that_kills_its_rank_fails_alone(
     poison = 5
     asked = [PrefillRequest(key, token_ids(100 + key, key)) for key in range(12)]
     asked[poison] = PrefillRequest(poison, token_ids(POISON_TOKENS, poison))
-    with instance(model_dir, layout(2, 1, "schedule.min_batch_tokens=500")) as client:
+    overrides = layout(2, 1, "schedule.min_batch_tokens=500", f"schedule.policy={policy}")
+    with instance(model_dir, overrides) as client:
         client.submit(asked)
         client.drain()
         results = collect(client, len(asked))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.comm.expert_side import ExpertSide
 from engine.comm.primitives import Work, WorkItem
 from engine.control.messages import PrefillRequest
-from engine.schedule.types import Batch
+from engine.schedule.types import Batch, Step
 from engine.worker import attention as attention_rank
 from engine.worker import expert as expert_rank
 from engine.worker.lane import Lane
@@ -19,10 +19,12 @@ def attention(payload: bytes, fds: list[int]) -> None:
     """Dies when a batch with the prompt is started."""
     start = Lane.start
 
-    def deadly(self: Lane, batch: Batch, requests: Sequence[PrefillRequest]) -> None:
+    def deadly(
+        self: Lane, batch: Batch, requests: Sequence[PrefillRequest], step: Step | None = None
+    ) -> None:
         if any(len(request.token_ids) == POISON_TOKENS for request in requests):
             os.kill(os.getpid(), signal.SIGKILL)
-        start(self, batch, requests)
+        start(self, batch, requests, step)
 
     Lane.start = deadly  # type: ignore[method-assign]
     attention_rank.main(payload, fds)
