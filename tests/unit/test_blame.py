@@ -68,3 +68,10 @@ def test_answered_prompts_explain_no_later_death() -> None:
         blame.judge(suspect)
         blame.cleared(5)
     assert hopeless
+
+
+def test_a_prompt_in_company_is_run_alone_before_it_is_given_up() -> None:
+    blame = Blame()
+    one = batch(0, 1)
+    verdicts = [blame.judge(one, company=True) for _ in range(2)]
+    assert verdicts == [Verdict.AGAIN, Verdict.ALONE]

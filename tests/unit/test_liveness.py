@@ -82,3 +82,18 @@ def test_who_may_be_quiet_for_less_stalls_earlier() -> None:
     liveness.assigned(ATTENTION, 1000.0)
     assert liveness.stalled(1003.0, {0}) == {}
     assert liveness.stalled(1004.0, {0}) == {ATTENTION: 4.0}
+
+
+def test_in_lockstep_an_expert_is_late_once_everybody_waits_for_it() -> None:
+    liveness = Liveness(in_lockstep=True)
+    slow = RankId("attention", 1)
+    for rank in (ATTENTION, slow, EXPERT):
+        liveness.heard(rank, 0.0)
+    for now in range(1000, 1030):
+        liveness.heard(ATTENTION, float(now), report(waits_for=(0,)))
+        liveness.heard(slow, float(now), report(predicted_s=100.0))
+    assert liveness.stalled(1029.0, {0, 1}) == {}
+    for now in range(1030, 1060):
+        liveness.heard(ATTENTION, float(now), report(waits_for=(0,)))
+        liveness.heard(slow, float(now), report(waits_for=(0,)))
+    assert liveness.stalled(1059.0, {0, 1}) == {EXPERT: 29.0}
