@@ -1,1 +1,3 @@
-"""What comes to an instance: lengths of prompts. Without torch; imports errors and files only."""
+"""Prompts that come over time: traces, Poisson arrivals, lengths. Pure; imports errors, echo and
+files, and the reader of numbered lines of `engine.offline`.
+"""

@@ -1,120 +1,211 @@
-"""How long prompts are: a distribution in a few words, or a file of lengths."""
+"""How long prompts are: a distribution that is written in a few words, or lengths of a file."""
 
 import math
 import random
-import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
+from engine.echo import plain
 from engine.errors import UsageError
-from engine.files import MIB, read_file
+from engine.files import absolute, exists
 
-_MAX_TOKENS = 10_000_000
-_MAX_BYTES = 64 * MIB
-_FORMS = (
-    "fixed:512, uniform:10-20, lognormal:mean=512,sigma=1.0,max=4096 (and min=1), or a file with "
-    "one length a line"
+FORMS = (
+    "fixed:512, uniform:10-20, lognormal:mean=512,sigma=1.0,max=4096[,min=1], or a file of lengths "
+    "or a trace"
 )
-# Where less of a lognormal distribution lies between the bounds, they cannot be meant.
-_LEAST_SHARE = 1e-6
+MOST_TOKENS = 10_000_000  # of a prompt: more than any model takes
+_NORMAL = NormalDist()
+_LEAST_SHARE = 1e-6  # of a distribution, that must lie within its bounds
+_MOST_SIGMA = 5.0
+
+
+class Lengths(ABC):
+    """A distribution of prompt lengths in tokens, each at least 1."""
+
+    @property
+    @abstractmethod
+    def mean(self) -> float:
+        """Of what `sample` draws."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """That `sample` may draw."""
+
+    @abstractmethod
+    def sample(self, rng: random.Random, n: int) -> list[int]:
+        """`n` lengths. The first ones do not depend on how many follow."""
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Draws lengths in tokens, 1 or more."""
+class Uniform(Lengths):
+    """Every whole number from `least` to `most` is as likely."""
 
-    draw: Callable[[random.Random], int]
+    least: int
+    most: int
+
+    @property
+    def mean(self) -> float:
+        return (self.least + self.most) / 2
+
+    @property
+    def longest(self) -> int:
+        return self.most
 
     def sample(self, rng: random.Random, n: int) -> list[int]:
-        return [self.draw(rng) for _ in range(n)]
+        return [rng.randint(self.least, self.most) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Lognormal(Lengths):
+    """full_mean: of the whole distribution; lengths outside of [least, most] are left out, so that
+    `mean` is another one. sigma: the standard deviation of the logarithms.
+    """
+
+    full_mean: float
+    sigma: float
+    least: int
+    most: int
+
+    @property
+    def share(self) -> float:
+        """Of the whole distribution, that lies within the bounds."""
+        low, high = self._bounds()
+        return _NORMAL.cdf(high) - _NORMAL.cdf(low)
+
+    @property
+    def mean(self) -> float:
+        low, high = self._bounds()
+        within = _NORMAL.cdf(high - self.sigma) - _NORMAL.cdf(low - self.sigma)
+        return self.full_mean * within / self.share
+
+    @property
+    def longest(self) -> int:
+        return self.most
+
+    def sample(self, rng: random.Random, n: int) -> list[int]:
+        # By the inverse: one draw for each length, however narrow the bounds are.
+        low, high = map(_NORMAL.cdf, self._bounds())
+        mu = self._mu()
+        found = []
+        for _ in range(n):
+            at = min(max(low + rng.random() * (high - low), 1e-12), 1 - 1e-12)
+            length = round(math.exp(mu + self.sigma * _NORMAL.inv_cdf(at)))
+            found.append(min(max(length, self.least), self.most))
+        return found
+
+    def _mu(self) -> float:
+        return math.log(self.full_mean) - self.sigma**2 / 2
+
+    def _bounds(self) -> tuple[float, float]:
+        """As deviations of the logarithm. A length stands for all that is rounded to it."""
+        mu = self._mu()
+        return (
+            (math.log(self.least - 0.5) - mu) / self.sigma,
+            (math.log(self.most + 0.5) - mu) / self.sigma,
+        )
+
+
+@dataclass(frozen=True)
+class Listed(Lengths):
+    """Lengths that were seen, drawn with replacement."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def sample(self, rng: random.Random, n: int) -> list[int]:
+        return rng.choices(self.lengths, k=n)
 
 
 def parse_lengths(text: str) -> Lengths:
-    """fixed:N; uniform:LOW-HIGH, both included; lognormal:mean=M,sigma=S,max=N[,min=N], whose mean
-    is that of the distribution before what lies outside of the bounds is left out; or a file with
-    one length a line, each as likely as the others.
-
-    Raises UsageError for anything else.
-    """
+    """text: one of FORMS. Raises UsageError: it is none, or its numbers or its file cannot be."""
     kind, colon, rest = text.partition(":")
-    if colon and kind == "fixed":
-        length = _count(text, rest)
-        return Lengths(lambda rng: length)
-    if colon and kind == "uniform":
-        return _uniform(text, rest)
-    if colon and kind == "lognormal":
-        return _lognormal(text, rest)
-    lengths = _read(Path(text))
-    return Lengths(lambda rng: rng.choice(lengths))
-
-
-def _uniform(text: str, rest: str) -> Lengths:
-    low, dash, high = rest.partition("-")
-    if not dash:
-        raise _wrong(text, "uniform wants LOW-HIGH")
-    first, last = _count(text, low), _count(text, high)
-    if first > last:
-        raise _wrong(text, f"{first} is more than {last}")
-    return Lengths(lambda rng: rng.randint(first, last))
-
-
-def _lognormal(text: str, rest: str) -> Lengths:
-    given: dict[str, str] = {}
-    for part in rest.split(","):
-        name, _, value = part.partition("=")
-        if name not in ("mean", "sigma", "max", "min") or name in given:
-            raise _wrong(text, f"lognormal wants mean, sigma, max and min, each once, not {part!r}")
-        given[name] = value
-    if missing := [name for name in ("mean", "sigma", "max") if name not in given]:
-        raise _wrong(text, f"lognormal lacks {' and '.join(missing)}")
-    mean, sigma = _number(text, given["mean"]), _number(text, given["sigma"])
-    least, most = _count(text, given.get("min", "1")), _count(text, given["max"])
-    # Each length is what rounds to it.
-    normal = NormalDist(math.log(mean) - sigma**2 / 2, sigma)
-    low, high = normal.cdf(math.log(least - 0.5)), normal.cdf(math.log(most + 0.5))
-    if high - low < _LEAST_SHARE:
-        raise _wrong(text, f"next to nothing of it lies between {least} and {most}")
-
-    def draw(rng: random.Random) -> int:
-        share = low + (high - low) * rng.random()
-        length = round(math.exp(normal.inv_cdf(min(max(share, 1e-16), 1 - 1e-16))))
-        return min(max(length, least), most)
-
-    return Lengths(draw)
-
-
-def _read(path: Path) -> list[int]:
+    parser = _PARSERS.get(kind) if colon else None
+    path = absolute(text, "--lengths")
+    if parser is None or exists(path):
+        return _read(text, path)
     try:
-        lines = read_file(path, _MAX_BYTES).decode().splitlines()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"lengths {str(path)!r}: {why}; give {_FORMS}") from None
-    lengths = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            lengths.append(_count(f"{path}, line {number}", line.strip()))
-    if not lengths:
-        raise UsageError(f"lengths {path}: there are none in it")
-    return lengths
+        return parser(rest)
+    except ValueError as error:
+        raise UsageError(f"--lengths {plain(text)}: {error}; give {FORMS}") from None
 
 
-def _count(where: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,8}", text) or not 1 <= int(text) <= _MAX_TOKENS:
-        raise _wrong(where, f"{text[:50]!r} is no number of tokens from 1 to {_MAX_TOKENS:,}")
+def _read(text: str, path: Path) -> Lengths:
+    from engine.traffic.traces import read_lengths
+
+    if not exists(path):
+        raise UsageError(f"--lengths {plain(text)}: no such file or distribution; give {FORMS}")
+    return Listed(tuple(read_lengths(path)))
+
+
+def _fixed(text: str) -> Lengths:
+    length = _tokens(text)
+    return Uniform(length, length)
+
+
+def _uniform(text: str) -> Lengths:
+    low, dash, high = text.partition("-")
+    if not dash:
+        raise ValueError("two lengths with a dash between them are needed")
+    least, most = _tokens(low), _tokens(high)
+    if least > most:
+        raise ValueError(f"{least} is more than {most}")
+    return Uniform(least, most)
+
+
+def _lognormal(text: str) -> Lengths:
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or key not in ("mean", "sigma", "max", "min") or key in given:
+            raise ValueError("mean, sigma, max and min are set once each, as mean=512")
+        given[key] = value
+    if missing := [key for key in ("mean", "sigma", "max") if key not in given]:
+        raise ValueError(f"{' and '.join(missing)} must be set")
+    made = Lognormal(
+        _positive("mean", given["mean"], MOST_TOKENS),
+        _positive("sigma", given["sigma"], _MOST_SIGMA),
+        _tokens(given.get("min", "1")),
+        _tokens(given["max"]),
+    )
+    if made.least > made.most:
+        raise ValueError(f"min={made.least} is more than max={made.most}")
+    if made.share < _LEAST_SHARE:
+        raise ValueError("next to nothing of it lies between min and max")
+    return made
+
+
+_PARSERS: dict[str, Callable[[str], Lengths]] = {
+    "fixed": _fixed,
+    "uniform": _uniform,
+    "lognormal": _lognormal,
+}
+
+
+def _tokens(text: str) -> int:
+    text = text.strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 9) or int(text) < 1:
+        raise ValueError(f"{plain(text)!r} is not a length from 1 to {MOST_TOKENS:,}")
+    if int(text) > MOST_TOKENS:
+        raise ValueError(f"{text} is not a length from 1 to {MOST_TOKENS:,}")
     return int(text)
 
 
-def _number(where: str, text: str) -> float:
+def _positive(name: str, text: str, most: float) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value <= _MAX_TOKENS:
-        raise _wrong(where, f"{text[:50]!r} is no number above 0")
+    if not 0 < value <= most:
+        raise ValueError(f"{name}={plain(text)} is not a number above 0, up to {most:,g}")
     return value
-
-
-def _wrong(where: str, why: str) -> UsageError:
-    return UsageError(f"lengths {where}: {why}; give {_FORMS}")
