@@ -176,11 +176,12 @@ def _print(plan: Plan, notes: list[str]) -> None:
     )
     if plan.tensor_parallel > 1:
         say("groups", f"{plan.groups}, of {plan.tensor_parallel} attention ranks each")
-    say(
-        "batches",
-        f"{plan.lanes} a group, of {schedule.min_batch_tokens} to "
-        f"{schedule.max_batch_tokens} tokens",
-    )
+    if schedule.in_lockstep:
+        batches = f"1 a group, of up to {schedule.batch_limit} tokens, in lockstep"
+        say("batches", f"{batches} ({schedule.policy})")
+    else:
+        batches = f"{schedule.min_batch_tokens} to {schedule.max_batch_tokens} tokens"
+        say("batches", f"{plan.lanes} a group, of {batches}")
     tokens = "1 token" if plan.window_tokens == 1 else f"{plan.window_tokens} tokens"
     say("windows", f"{tokens} a dispatch, {plan.transport}")
     for label, text in node_lines(plan):
