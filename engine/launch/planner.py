@@ -162,8 +162,9 @@ class Planner:
         return min(limit, self.topology.schedule.batch_limit)
 
     def _counts(self) -> tuple[int, int]:
-        """Groups and ranks, where "auto" divides the cores or devices that a side computes on; of
-        those that both compute on, attention gets the odd one. Where an attention rank and an
+        """Groups and ranks, where "auto" divides the devices that a side computes on; of those that
+        both compute on, attention gets the odd one. Cores are not divided: each side has as many
+        ranks as there are cores, and whichever has work to do runs. Where an attention rank and an
         expert rank stand for one device, there are as many of each.
         """
         asked_groups, asked_ranks = self.topology.attention.groups, self.topology.experts.ranks
@@ -174,7 +175,7 @@ class Planner:
             pairs = pairs if asked_ranks == "auto" else asked_ranks
             groups = max(1, pairs // members) if asked_groups == "auto" else asked_groups
             return groups, groups * members if asked_ranks == "auto" else asked_ranks
-        shared = attention == experts
+        shared = attention == experts != "cpu"
         if asked_groups != "auto":
             groups = asked_groups
         else:
@@ -350,7 +351,8 @@ class Planner:
             )
         counts = layout.processes_here
         processes = sum(counts[role] for role in ROLES if self.wiring.kind(role) == "cpu")
-        if processes > self.machine.cores and self.assume == "nothing":
+        chosen = "auto" in (self.topology.attention.groups, self.topology.experts.ranks)
+        if processes > self.machine.cores and self.assume == "nothing" and not chosen:
             self.notes.append(
                 f"{processes} ranks of one thread share {_count(self.machine.cores, 'core')}, so "
                 "some take turns"

@@ -43,22 +43,22 @@ def problems(model: Path, *overrides: str, machine: Machine = BIG) -> list[str]:
     ("cores", "overrides", "groups", "ranks"),
     [
         (1, [], 1, 1),
-        (2, [], 1, 1),
-        (3, [], 2, 1),
-        (4, [], 2, 2),
+        (2, [], 2, 2),
+        (3, [], 3, 3),
         (64, [], 8, 8),
-        (4, ["attention.groups=3"], 3, 1),
-        (4, ["experts.ranks=1"], 3, 1),
-        (2, ["attention.groups=5"], 5, 1),
+        (4, ["attention.groups=3"], 3, 4),
+        (4, ["experts.ranks=1"], 4, 1),
+        (2, ["attention.groups=5"], 5, 2),
         (2, ["attention.groups=3", "experts.ranks=8"], 3, 8),
     ],
 )
-def test_auto_divides_the_cores(
+def test_auto_gives_each_side_all_cores(
     demo: Path, cores: int, overrides: list[str], groups: int, ranks: int
 ) -> None:
     made = plan(demo, *overrides, machine=replace(BIG, cores=cores))
     assert (made.groups, len(made.experts)) == (groups, ranks)
-    assert any("take turns" in note for note in made.notes) == (groups + ranks > cores)
+    asked = len(overrides) == 2
+    assert any("take turns" in note for note in made.notes) == asked
 
 
 def test_a_plan_leaves_nothing_open(demo: Path) -> None:

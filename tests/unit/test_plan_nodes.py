@@ -222,9 +222,15 @@ def test_instances_of_one_node_share_it(demo: Path) -> None:
 
 def test_auto_divides_what_an_instance_gets(demo: Path) -> None:
     made = plan(demo, "instances.count=2", machine=replace(BIG, cores=8))
-    assert (made.groups, len(made.experts)) == (2, 2)
+    assert (made.groups, len(made.experts)) == (4, 4)
     assert not any("take turns" in note for note in made.notes)
-    crowded = plan(demo, "instances.count=2", machine=replace(BIG, cores=2))
+    crowded = plan(
+        demo,
+        "instances.count=2",
+        "attention.groups=1",
+        "experts.ranks=1",
+        machine=replace(BIG, cores=2),
+    )
     assert any(note.startswith("4 ranks of one thread share 2 cores") for note in crowded.notes)
     short = replace(BIG, memory_bytes=GIB)
     (problem,) = problems(demo, "instances.count=3", *TWO_AND_TWO, machine=short)
