@@ -28,8 +28,11 @@ def test_it_is_a_checkpoint_like_any_other(demo: Path) -> None:
     text = "Once upon a time: naïve 漢字 🙂"
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids) == text
-    error = (Network(demo, ranks=2).logits(ids) - reference_logits(demo, ids)).abs().max()
-    assert error <= 1e-5
+    expected = reference_logits(demo, ids)
+    error = (Network(demo, ranks=2).logits(ids) - expected).abs().max()
+    # Its logits reach 16, where neighbouring float32 numbers are 1e-6 to 2e-6 apart: transformers'
+    # own float32 is 1.1e-5 from its float64, and the engine's is 0.9e-5.
+    assert error <= 1e-6 * expected.abs().max()
     chat = [{"role": "user", "content": "Hello"}]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert prompt == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
