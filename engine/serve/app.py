@@ -128,10 +128,13 @@ def _store(front: Front) -> KvStore:
 
 
 def _model(front: Front) -> dict[str, object]:
+    paced = front.spec.paced
     return {
         "id": front.spec.model,
         "object": "model",
         "created": _STARTED,
         "owned_by": "asapctl",
         "max_model_len": front.spec.max_model_len,
+        "vocab_size": front.spec.vocab_size,
+        **({} if paced is None else {"paced": paced}),
     }

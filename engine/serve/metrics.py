@@ -154,6 +154,9 @@ def _totals(
     yield _counter("asapctl_prompt_tokens", "Tokens of the former.", tokens)
     uptime = max(snapshot.uptime_s for snapshot in snapshots)
     yield _gauge("asapctl_uptime_seconds", "Age of the controller.", uptime)
+    notes = sorted({snapshot.paced for snapshot in snapshots if snapshot.paced is not None})
+    for note in notes[:1]:  # all instances are of one topology
+        yield _gauge("asapctl_paced", f"1: {note}", 1)
 
 
 _INSTANCE: tuple[tuple[_Family, str, str, Callable[[Snapshot], float]], ...] = (

@@ -28,6 +28,7 @@ class HttpSpec(msgspec.Struct, frozen=True):
 
     host, port: where the listening socket is bound. max_queue: most prompts at a time, waiting or
     running. body_timeout_s: how long a client may take to send the headers, and then the body.
+    paced: as in engine.control.messages.Snapshot.
     """
 
     model: str
@@ -46,6 +47,7 @@ class HttpSpec(msgspec.Struct, frozen=True):
     max_body_bytes: int = 32_000_000
     body_timeout_s: float = 30.0
     kv: KvFolder | None = None
+    paced: str | None = None
 
 
 def http_spec(plan: "Plan", *, host: str, port: int, api_key: str | None) -> HttpSpec:
@@ -70,6 +72,7 @@ def http_spec(plan: "Plan", *, host: str, port: int, api_key: str | None) -> Htt
         max_body_bytes=round(serve.max_body_mb * 1e6),
         body_timeout_s=serve.body_timeout_s,
         kv=_kv_folder(plan),
+        paced=None if plan.pacing is None else plan.pacing.note,
     )
 
 

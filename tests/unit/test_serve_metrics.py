@@ -1,3 +1,4 @@
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.control.messages import RankStatus, Snapshot
@@ -104,3 +105,11 @@ def test_sums_go_on_when_an_instance_is_lost_and_comes_back() -> None:
     assert finished(0, 8) == 13  # it has been started again
     assert finished(2, 9) == 16
     assert finished(0, 9) == 16
+
+
+def test_paced_ranks_are_told() -> None:
+    note = "paced: waits, by a table"
+    text = Metrics(7).text([msgspec.structs.replace(SNAPSHOT, paced=note)], [0])
+    assert f"# HELP asapctl_paced 1: {note}\n".encode() in text
+    assert samples(text)["asapctl_paced",] == 1
+    assert b"paced" not in Metrics(7).text([SNAPSHOT], [0])

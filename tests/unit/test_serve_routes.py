@@ -317,3 +317,11 @@ def test_a_silent_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         metrics = server.client.get("/metrics")
         assert metrics.status_code == 200
         assert "asapctl_up 0.0" in metrics.text
+
+
+def test_the_model_says_that_it_is_paced(tmp_path: Path, server: Server) -> None:
+    note = "paced: waits, by a table"
+    with served(tmp_path, paced=note) as paced:
+        (model,) = paced.client.get("/v1/models").json()["data"]
+        assert (model["paced"], model["vocab_size"]) == (note, paced.front.spec.vocab_size)
+    assert "paced" not in server.client.get("/v1/models/tiny").json()
