@@ -13,6 +13,8 @@ STANDARD_LENGTHS: tuple[int, ...] = (
 )
 # What a vocabulary usually has before its ordinary tokens: padding, beginning, end, unknown.
 _FIRST_TOKEN = 4
+_POOL_STARTS = 4096
+_POOL_STRIDE = 1009  # a prime, so that neighbours share little
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -20,3 +22,18 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
     rng = random.Random(seed)
     tokens = range(min(_FIRST_TOKEN, vocab_size - 1), vocab_size)
     return [rng.choices(tokens, k=length) for length in lengths]
+
+
+class PromptPool:
+    """Prompts of up to `longest` random tokens each, cut from one sequence: at no cost when they
+    are due, and no two begin alike. The same seed gives the same prompts.
+    """
+
+    def __init__(self, longest: int, vocab_size: int, seed: int = 0) -> None:
+        (self._tokens,) = random_prompts([2 * longest + _POOL_STARTS], vocab_size, seed)
+        self._starts = longest + _POOL_STARTS
+
+    def prompt(self, key: int, tokens: int) -> list[int]:
+        """Token ids of prompt no. `key`; tokens: at most `longest`."""
+        start = key * _POOL_STRIDE % self._starts
+        return self._tokens[start : start + tokens]

@@ -132,6 +132,13 @@ class Client:
             self._wait(left)
         return self._trace
 
+    def filenos(self) -> list[int]:
+        """What an event loop waits for; `receive(0)` is due when one is readable, and, since the
+        socket's tells of changes alone, after everything that was sent.
+        """
+        guard = [] if self._guard is None else [self._guard.fileno()]
+        return [self._socket.fileno(), *guard]
+
     def close(self) -> None:
         self._socket.close()
 
