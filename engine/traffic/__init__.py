@@ -1,3 +1,3 @@
 """Prompts that come over time: traces, Poisson arrivals, lengths. Pure; imports errors, echo and
-files, and the reader of numbered lines of `engine.offline`.
+files, and of `engine.offline` the reader of numbered lines and the check of how a file begins.
 """

@@ -52,6 +52,8 @@ def scale(
     """`rate` times as many a second, prompts `lengths` times as long (1 token at least). Prompts
     that are longer than `max_length` then are left out.
     """
+    if not (0 < rate < math.inf and 0 < lengths < math.inf):
+        raise ValueError("factors above 0")
     scaled = (
         Arrival(arrival.at_s / rate, max(1, round(arrival.tokens * lengths)))
         for arrival in arrivals
@@ -60,6 +62,8 @@ def scale(
 
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
-    """Arrivals a second, from the first to the last one; 0 where they all come at once."""
-    span = arrivals[-1].at_s - arrivals[0].at_s
+    """Arrivals a second, from the first to the last one; 0 where they all come at once, or where
+    there are none.
+    """
+    span = arrivals[-1].at_s - arrivals[0].at_s if arrivals else 0.0
     return (len(arrivals) - 1) / span if span > 0 else 0.0

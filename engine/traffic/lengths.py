@@ -12,14 +12,19 @@ from engine.echo import plain
 from engine.errors import UsageError
 from engine.files import absolute, exists
 
+TRACES = (
+    "Mooncake JSONL (timestamp, input_length), Azure CSV (TIMESTAMP, ContextTokens) or BurstGPT "
+    "CSV (Timestamp, Request tokens)"
+)
 FORMS = (
-    "fixed:512, uniform:10-20, lognormal:mean=512,sigma=1.0,max=4096[,min=1], or a file of lengths "
-    "or a trace"
+    "fixed:512, uniform:10-20, lognormal:mean=512,sigma=1.0,max=4096[,min=1], or a file: one "
+    f"length a line, {TRACES}"
 )
 MOST_TOKENS = 10_000_000  # of a prompt: more than any model takes
 _NORMAL = NormalDist()
 _LEAST_SHARE = 1e-6  # of a distribution, that must lie within its bounds
 _MOST_SIGMA = 5.0
+_SHORT = 100  # up to here rounding moves the mean
 
 
 class Lengths(ABC):
@@ -73,14 +78,15 @@ class Lognormal(Lengths):
     @property
     def share(self) -> float:
         """Of the whole distribution, that lies within the bounds."""
-        low, high = self._bounds()
-        return _NORMAL.cdf(high) - _NORMAL.cdf(low)
+        return self._share(self.least, self.most)
 
     @property
     def mean(self) -> float:
-        low, high = self._bounds()
+        long = min(max(self.least, _SHORT), self.most + 1)
+        total = sum(length * self._share(length, length) for length in range(self.least, long))
+        low, high = self._bounds(long, self.most)
         within = _NORMAL.cdf(high - self.sigma) - _NORMAL.cdf(low - self.sigma)
-        return self.full_mean * within / self.share
+        return (total + self.full_mean * within) / self.share
 
     @property
     def longest(self) -> int:
@@ -88,7 +94,7 @@ class Lognormal(Lengths):
 
     def sample(self, rng: random.Random, n: int) -> list[int]:
         # By the inverse: one draw for each length, however narrow the bounds are.
-        low, high = map(_NORMAL.cdf, self._bounds())
+        low, high = map(_NORMAL.cdf, self._bounds(self.least, self.most))
         mu = self._mu()
         found = []
         for _ in range(n):
@@ -100,12 +106,16 @@ class Lognormal(Lengths):
     def _mu(self) -> float:
         return math.log(self.full_mean) - self.sigma**2 / 2
 
-    def _bounds(self) -> tuple[float, float]:
+    def _share(self, least: int, most: int) -> float:
+        low, high = self._bounds(least, most)
+        return _NORMAL.cdf(high) - _NORMAL.cdf(low)
+
+    def _bounds(self, least: int, most: int) -> tuple[float, float]:
         """As deviations of the logarithm. A length stands for all that is rounded to it."""
         mu = self._mu()
         return (
-            (math.log(self.least - 0.5) - mu) / self.sigma,
-            (math.log(self.most + 0.5) - mu) / self.sigma,
+            (math.log(least - 0.5) - mu) / self.sigma,
+            (math.log(most + 0.5) - mu) / self.sigma,
         )
 
 
@@ -129,6 +139,8 @@ class Listed(Lengths):
 
 def parse_lengths(text: str) -> Lengths:
     """text: one of FORMS. Raises UsageError: it is none, or its numbers or its file cannot be."""
+    if not text.strip():
+        raise UsageError(f"--lengths is empty; give {FORMS}")
     kind, colon, rest = text.partition(":")
     parser = _PARSERS.get(kind) if colon else None
     path = absolute(text, "--lengths")
@@ -145,7 +157,7 @@ def _read(text: str, path: Path) -> Lengths:
 
     if not exists(path):
         raise UsageError(f"--lengths {plain(text)}: no such file or distribution; give {FORMS}")
-    return Listed(tuple(read_lengths(path)))
+    return Listed(tuple(read_lengths(path, FORMS)))
 
 
 def _fixed(text: str) -> Lengths:

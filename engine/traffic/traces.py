@@ -20,20 +20,18 @@ import msgspec
 from engine.echo import plain, shown
 from engine.errors import UsageError
 from engine.offline.lines import Line, LineReader
+from engine.offline.paths import check_start
 from engine.traffic.arrivals import Arrival
-from engine.traffic.lengths import MOST_TOKENS
+from engine.traffic.lengths import MOST_TOKENS, TRACES
 
 MOST_REQUESTS = 5_000_000
 _MOST_LINE_BYTES = 16 << 20  # the hashes of Mooncake's longest prompts
 _MOST_PROBLEMS = 5
 _WAIT_S = 1.0
-_FORMATS = (
-    "Mooncake JSONL (timestamp, input_length), Azure CSV (TIMESTAMP, ContextTokens) or BurstGPT "
-    "CSV (Timestamp, Request tokens)"
-)
 _AZURE_TIME = re.compile(
     r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d{1,9})?(?:Z|([+-])(\d\d):?(\d\d))?", re.ASCII
 )
+_WHOLE = re.compile(r"[+-]?\d{1,4000}", re.ASCII)
 
 # Of a line's text: the time in seconds, and the tokens. Raises ValueError, which says why not.
 _Row: TypeAlias = Callable[[str], tuple[float, int]]
@@ -45,62 +43,69 @@ class _Format(NamedTuple):
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """All requests by time, the first at 0. Raises UsageError, which names the lines."""
-    found = _read(path, _trace_format, _FORMATS)
+    """All requests by time, the first at 0; those of one moment in the order of the file. Raises
+    UsageError, which names the lines.
+    """
+    found = _read(path, _trace_format, TRACES)
     start = min(at for at, _ in found)
-    return sorted(Arrival(at - start, tokens) for at, tokens in found)
+    arrivals = [Arrival(at - start, tokens) for at, tokens in found]
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
-def read_lengths(path: Path) -> list[int]:
-    """Of a trace, or one length a line. Raises UsageError, which names the lines."""
-    found = _read(path, _lengths_format, f"one length a line, {_FORMATS}")
-    return [tokens for _, tokens in found]
+def read_lengths(path: Path, forms: str) -> list[int]:
+    """Of a trace, or one length a line. Raises UsageError, which names the lines, and `forms`: what
+    the user may give.
+    """
+    return [tokens for _, tokens in _read(path, _lengths_format, forms)]
 
 
 def _read(
-    path: Path, choose: Callable[[str], _Format | None], formats: str
+    path: Path, choose: Callable[[str], _Format | None], forms: str
 ) -> list[tuple[float, int]]:
     rows: list[tuple[float, int]] = []
     problems: list[str] = []
     format_: _Format | None = None
-    for line in _lines(path):
+    for line in _lines(path, forms):
         try:
             text = _text(line)
             if format_ is None:
                 format_ = choose(text)
                 if format_ is None:
-                    raise UsageError(
-                        f"{path}: line {line.number}: {plain(text)} begins none of the known "
-                        f"formats; give {formats}"
-                    )
+                    raise ValueError(f"{plain(text)} begins none of the known formats")
                 if format_.has_header:
                     continue
             rows.append(format_.row(text))
         except ValueError as error:
             problems.append(f"{path}: line {line.number}: {error}")
+            if format_ is None:  # what follows would be as strange
+                raise UsageError(f"{problems[0]}; give {forms}") from None
             if len(problems) == _MOST_PROBLEMS:
-                problems.append(f"{path}: perhaps more: reading ended there; correct these first")
                 break
         if len(rows) > MOST_REQUESTS:
             raise UsageError(f"{path}: more than {MOST_REQUESTS:,} requests; give a part of it")
     if problems:
-        raise UsageError("\n".join(problems))
+        more = ", and perhaps more behind them" if len(problems) == _MOST_PROBLEMS else ""
+        remedy = f"{path}: correct these lines{more}, or take them out; or give {forms}"
+        raise UsageError("\n".join([*problems, remedy]))
     if not rows:
-        raise UsageError(f"{path}: there is no request in it; give {formats}")
+        raise UsageError(f"{path}: there is no request in it; give {forms}")
     return rows
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(path: Path, forms: str) -> Iterator[Line]:
     try:
         kind = path.stat().st_mode
-        if stat.S_ISDIR(kind) or not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
-            raise UsageError(f"{path}: not a file; give {_FORMATS}")
+        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
+            what = "a folder" if stat.S_ISDIR(kind) else "neither a file nor a pipe"
+            raise UsageError(f"{path} is {what}; give {forms}")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a name of a file"
-        raise UsageError(f"{path}: cannot be read: {reason}; name a trace") from None
+        raise UsageError(f"{path}: cannot be read: {reason}; give {forms}") from None
     try:
-        reader = LineReader(fd, _MOST_LINE_BYTES, name=str(path))
+        reader = LineReader(
+            fd, _MOST_LINE_BYTES, lambda data: check_start(data, str(path)), str(path)
+        )
         while not reader.ended:
             line = reader.take()
             if line is not None:
@@ -115,9 +120,12 @@ def _text(line: Line) -> str:
     if line.data is None:
         raise ValueError(f"longer than {_MOST_LINE_BYTES >> 20} MiB")
     try:
-        return line.data.decode()
+        text = line.data.decode()
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text; save it as UTF-8") from None
+    if "\r" in text:
+        raise ValueError("a carriage return alone ends no line; save it with line feeds")
+    return text
 
 
 def _trace_format(first: str) -> _Format | None:
@@ -134,7 +142,7 @@ def _trace_format(first: str) -> _Format | None:
 
 
 def _lengths_format(first: str) -> _Format | None:
-    if first.lstrip("+-").isdigit():
+    if _WHOLE.fullmatch(first):
         return _Format(lambda text: (0.0, _length(text, "the length")), False)
     return _trace_format(first)
 
@@ -189,7 +197,7 @@ def _azure_seconds(text: str, name: str) -> float:
         raise ValueError(
             f"{name}: expected a time like 2023-11-16 18:15:46.6805900, got {plain(text)}"
         ) from None
-    # What comes behind the microseconds would be lost in a datetime.
+    # By hand: a datetime of Python 3.10 reads three digits of it or six.
     return at.timestamp() + float(fraction or 0) - (-offset if sign == "-" else offset)
 
 
@@ -208,15 +216,14 @@ def _is_time(at: float) -> bool:
 
 
 def _length(text: str, name: str) -> int:
-    text = text.strip()
-    if not (text.isascii() and text.lstrip("+-").isdigit() and len(text) < 20):
+    if not _WHOLE.fullmatch(text):
         raise ValueError(f"{name}: expected a whole number, got {plain(text)}")
     return _checked(int(text), name)
 
 
 def _checked(tokens: int, name: str) -> int:
     if not 1 <= tokens <= MOST_TOKENS:
-        raise ValueError(f"{name}: {tokens} is not from 1 to {MOST_TOKENS:,} tokens")
+        raise ValueError(f"{name}: {shown(tokens)} is not from 1 to {MOST_TOKENS:,} tokens")
     return tokens
 
 
