@@ -181,6 +181,8 @@ def _print(plan: Plan, notes: list[str]) -> None:
         say("batches", f"{batches} ({schedule.policy})")
     else:
         batches = f"{schedule.min_batch_tokens} to {schedule.max_batch_tokens} tokens"
+        if schedule.min_batch_tokens == "auto":
+            batches = f"up to {schedule.max_batch_tokens} tokens (the fewest: measured at start)"
         say("batches", f"{plan.lanes} a group, of {batches}")
     tokens = "1 token" if plan.window_tokens == 1 else f"{plan.window_tokens} tokens"
     say("windows", f"{tokens} a dispatch, {plan.transport}")

@@ -95,13 +95,17 @@ class PlainProcesses:
         return Ran(time.perf_counter() - start, tokens)
 
 
-def engine_batches(topology: Topology, groups: int, lengths: Sequence[int]) -> list[list[int]]:
-    """The batches that the engine makes of prompts that come all at once: places of prompts."""
+def engine_batches(
+    topology: Topology, groups: int, min_batch_tokens: int, lengths: Sequence[int]
+) -> list[list[int]]:
+    """The batches that the engine makes of prompts that come all at once: places of prompts.
+    min_batch_tokens: as an instance's snapshot has it, since it may be measured.
+    """
     schedule = topology.schedule
     policy = AsapPolicy(
         groups,
         schedule.lanes,
-        schedule.min_batch_tokens,
+        min_batch_tokens,
         schedule.max_batch_tokens,
         schedule.exclusive_tokens,
         max_wait_s=0.0,

@@ -20,18 +20,23 @@ from engine.launch.checks import plan_of
 from engine.launch.running import start_instance
 from engine.offline.job import window_of
 
+_ANSWER_S = 10.0
+
 
 def compare(name: str, rounds: int, cache: Path, overrides: list[str]) -> dict[str, object]:
     """A row of the table."""
     model, prompts = models.build(name, cache), models.workload()
     lengths = [len(prompt) for prompt in prompts]
     plan = plan_of("cpu", overrides, model)
-    batches = engine_batches(plan.topology, plan.groups, lengths)
     cores = len(os.sched_getaffinity(0))
     with ExitStack() as stack:
         client = stack.enter_context(start_instance(plan))
         plain = stack.enter_context(PlainProcesses(model, cores))
         peak = stack.enter_context(Peak(cores))
+        snapshot = client.fresh_snapshot(_ANSWER_S)
+        assert snapshot is not None and snapshot.min_batch_tokens is not None
+        least = snapshot.min_batch_tokens
+        batches = engine_batches(plan.topology, plan.groups, least, lengths)
 
         def engine() -> float:
             done = run_round(client, prompts, window_of(plan))
@@ -59,7 +64,7 @@ def compare(name: str, rounds: int, cache: Path, overrides: list[str]) -> dict[s
         "peak GFLOP/s": report.median_range([each / 1e9 for each in found["peak"]], 1),
         "share of peak": report.ratio_range(reached, found["peak"]),
         "same first tokens": f"{same} of {len(prompts)}",
-        "layout": f"{plan.groups} attention, {len(plan.experts)} expert ranks",
+        "layout": f"{plan.groups} attention, {len(plan.experts)} expert ranks, batches from {least} tokens",
     }
 
 

@@ -196,7 +196,7 @@ def _measure(
         model=str(plan.model_dir),
         dtype=plan.dtype,
         topology=plan.topology.source,
-        layout=_layout(plan),
+        layout=_layout(plan, after.min_batch_tokens),
         paced=None if plan.pacing is None else plan.pacing.note,
         prompts=len(prompts),
         tokens=tokens,
@@ -262,10 +262,10 @@ def _spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def _layout(plan: "Plan") -> str:
+def _layout(plan: "Plan", min_batch_tokens: int | None) -> str:
     schedule = plan.topology.schedule
     return (
         f"attention {plan.groups} x {plan.tensor_parallel}, experts {len(plan.experts)}, "
-        f"{plan.lanes} lanes, batches of {schedule.min_batch_tokens} to "
+        f"{plan.lanes} lanes, batches of {min_batch_tokens} to "
         f"{schedule.max_batch_tokens} tokens, policy {schedule.policy}"
     )

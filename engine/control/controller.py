@@ -62,14 +62,14 @@ _LONG_LIFE_S = 60.0
 
 class ControllerSpec(msgspec.Struct, frozen=True):
     """What the controller needs to know of its instance. remote: where ranks of other nodes come,
-    with `keys`. policy: by its name.
+    with `keys`. policy: by its name. min_batch_tokens: None where expert ranks measure it.
     """
 
     address: str
     agreement: Agreement
     ranks: list[RankId]
     groups: int  # of tensor_parallel attention ranks each
-    min_batch_tokens: int
+    min_batch_tokens: int | None
     max_batch_tokens: int
     exclusive_tokens: int
     max_wait_s: float
@@ -94,6 +94,7 @@ class _Rank:
     pid: int = 0
     ready: bool = False
     load_seconds: float = 0.0
+    inflection_tokens: int | None = None
     born: float | None = None  # when its last life ended; None for the first one
     ready_at: float = 0.0
     deaths: int = 0
@@ -135,11 +136,13 @@ class Controller:
     _quitting: bool = False
     _ended: bool = False
     _first_run: float | None = None
+    _min_batch_tokens: int | None = field(init=False)
     _last_done: float = 0.0
     _next_key: int = 0
 
     def __post_init__(self) -> None:
         self._ranks = {(id_.role, id_.rank): _Rank(id_) for id_ in self.spec.ranks}
+        self._min_batch_tokens = self.spec.min_batch_tokens
         # Who is to be ended after less than that has stalled after less.
         self._quiet_s = min(QUIET_S, self.spec.stall_timeout_s)
         self._liveness = Liveness(self._quiet_s, self.spec.in_lockstep)
@@ -184,7 +187,9 @@ class Controller:
 
         Returns when to call again at the latest, None for never.
         """
-        self._started = self._started or self.ready
+        if self.ready and not self._started:
+            self._started = True
+            self._aggregate()
         if self._started:
             for assignment in self.policy.next(now):
                 self._start(assignment, now)
@@ -214,8 +219,19 @@ class Controller:
             quitting=self._quitting,
             problems=self._problems(stalled),
             paced=self.spec.paced,
+            min_batch_tokens=self._min_batch_tokens,
         )
         return self.statistics.complete(snapshot, now)
+
+    def _aggregate(self) -> None:
+        """Tells the policy what the expert ranks have measured. It holds for as long as the instance
+        lives: a rank that is started again changes nothing.
+        """
+        found = [r.inflection_tokens for r in self._ranks.values() if r.inflection_tokens]
+        if self._min_batch_tokens is None and found:
+            self._min_batch_tokens = min(max(found), self.spec.max_batch_tokens)
+            self.policy.aggregate(self._min_batch_tokens)
+            log.info("prompts are aggregated up to %d tokens, as measured", self._min_batch_tokens)
 
     # --- clients -----------------------------------------------------------------------------
 
@@ -292,8 +308,9 @@ class Controller:
                 self.statistics.progress(rank.id, message, now)
             case BatchDone(batch, results):
                 self._finish(batch, results, now)
-            case Ready(load_seconds):
+            case Ready(load_seconds, inflection):
                 rank.ready, rank.load_seconds, rank.ready_at = True, load_seconds, now
+                rank.inflection_tokens = inflection
                 if rank.id.role == "attention":
                     group = rank.id.rank // self.spec.tensor_parallel
                     if all(member.ready for member in self._members(group)):

@@ -198,7 +198,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
     ttft: of the last minute, from submission to result. tokens_per_s: prompt tokens of the last
     ten seconds. goodput: prompts per second of the last minute that met `ttft_slo_s`; without a
-    target, prompts per second. work: what the prompts that wait or run are predicted to take, see
+    target, prompts per second. min_batch_tokens: up to where prompts are aggregated; None as long
+    as that is not measured. work: what the prompts that wait or run are predicted to take, see
     engine.schedule.cost. quitting: no more requests are taken. problems: what is wrong, in
     sentences; empty is healthy. history: the last minute, oldest first. paced: where ranks wait
     instead of computing, what has to be said beside all figures.
@@ -221,6 +222,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     problems: list[str] = []
     history: list[HistoryPoint] = []
     paced: str | None = None
+    min_batch_tokens: int | None = None
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -296,9 +298,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Weights are loaded and every pair of this rank is warm."""
+    """Weights are loaded and every pair of this rank is warm. inflection_tokens: of an expert rank
+    that was to find it, see `engine.schedule.inflection`.
+    """
 
     load_seconds: float
+    inflection_tokens: int | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -65,12 +65,13 @@ class Instance:
         """Starts every process. `client` is told of deaths from now on."""
         self.client = client
         schedule = self._plan.topology.schedule
+        least = schedule.min_batch_tokens
         controller = ControllerSpec(
             address=self.address,
             agreement=self.ranks.agreement,
             ranks=self.ranks.ids,
             groups=self._plan.groups,
-            min_batch_tokens=schedule.min_batch_tokens,
+            min_batch_tokens=None if least == "auto" else least,
             max_batch_tokens=schedule.max_batch_tokens,
             exclusive_tokens=schedule.exclusive_tokens,
             max_wait_s=schedule.max_wait_ms / 1000,

@@ -143,8 +143,16 @@ class Ranks:
             connect_timeout_s=plan.topology.comm.connect_timeout_s,
             keys=self._keys,
             senders=plan.senders,
+            find_inflection=self._most_to_try(id_),
         )
         self._host_of(id_).start(self._instance, spec, windows)
+
+    def _most_to_try(self, id_: RankId) -> int | None:
+        """Tokens; None for a rank that has no inflection point to find."""
+        schedule = self._plan.topology.schedule
+        if schedule.min_batch_tokens != "auto" or id_.role == "attention" or id_.incarnation:
+            return None
+        return schedule.max_batch_tokens
 
     def _team_of(self, id_: RankId) -> list[RankId]:
         """All that live and die with the rank; an expert rank is alone."""

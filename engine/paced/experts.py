@@ -35,6 +35,10 @@ class PacedExperts:
         out.zero_()
         self._pacer.step(start, self._seconds(len(row_index)))
 
+    def batch_seconds(self, tokens: int) -> float:
+        """What the table says of a batch."""
+        return self._hardware.experts_s(tokens, self._ranks)
+
     def _seconds(self, pairs: int) -> float:
         return self._hardware.experts_s(pairs * self._tokens_a_pair, self._ranks)
 

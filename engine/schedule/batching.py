@@ -54,6 +54,12 @@ class Aggregator:
         self._full: deque[Draft] = deque()
         self._open: Draft | None = None
 
+    def aggregate(self, min_tokens: int) -> None:
+        """From now on a draft is full once it holds `min_tokens`, or what max_tokens allows."""
+        self._min_tokens = min(min_tokens, self._max_tokens)
+        if self._open and self._open.tokens >= self._min_tokens:
+            self._close()
+
     def add(self, turn: int, request: Request) -> None:
         if self._open and self._open.tokens + request.tokens > self._max_tokens:
             self._close()

@@ -20,6 +20,7 @@ class Policy(Protocol):
         """Prompts that a group works on."""
 
     def add(self, request: Request) -> None: ...
+    def aggregate(self, min_batch_tokens: int) -> None: ...
     def drain(self) -> None: ...
     def next(self, now: float) -> list[Assignment]: ...
     def finished(self, group: int, batch_id: int) -> None: ...
@@ -35,17 +36,24 @@ def make_policy(
     name: str,
     groups: int,
     lanes: int,
-    min_batch_tokens: int,
+    min_batch_tokens: int | None,
     max_batch_tokens: int,
     exclusive_tokens: int,
     chunk_tokens: int,
     max_wait_s: float,
 ) -> Policy:
-    """name: as `[schedule] policy` has it. What a policy has no use for is passed over."""
+    """name: as `[schedule] policy` has it. What a policy has no use for is passed over.
+    min_batch_tokens: None where that is measured first, see `Policy.aggregate`.
+    """
     match name:
         case "asap":
             return AsapPolicy(
-                groups, lanes, min_batch_tokens, max_batch_tokens, exclusive_tokens, max_wait_s
+                groups,
+                lanes,
+                min_batch_tokens or max_batch_tokens,
+                max_batch_tokens,
+                exclusive_tokens,
+                max_wait_s,
             )
         case "sync" | "sync-afd":
             return LockstepPolicy(groups, max_batch_tokens)

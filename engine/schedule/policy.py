@@ -72,6 +72,10 @@ class AsapPolicy:
         self._turns += 1
         self._waiting += 1
 
+    def aggregate(self, min_batch_tokens: int) -> None:
+        """Changes up to where prompts are aggregated, `max_batch_tokens` at most."""
+        self._ordinary.aggregate(min_batch_tokens)
+
     def drain(self) -> None:
         """Nothing added so far need wait for company any more."""
         self._drained_turn = self._turns

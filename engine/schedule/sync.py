@@ -59,6 +59,9 @@ class LockstepPolicy:
             raise ValueError(f"a prompt without tokens cannot be scheduled: {request}")
         self._queue.append(request)
 
+    def aggregate(self, min_batch_tokens: int) -> None:
+        """Nothing is aggregated."""
+
     def drain(self) -> None:
         """Nothing waits for company anyway."""
 

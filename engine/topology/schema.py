@@ -99,7 +99,8 @@ class Comm(Section, frozen=True):
 
 
 class Schedule(Section, frozen=True):
-    """min_batch_tokens: a batch is aggregated up to here. lanes: batches that a group has at once.
+    """min_batch_tokens: a batch is aggregated up to here; auto: where expert ranks measure that
+    more gains little. lanes: batches that a group has at once.
     exclusive_tokens: a longer prompt has its group to itself. chunk_tokens: most tokens of a batch
     of sync-chunked, which cuts prompts. max_wait_ms: how long a batch waits for company.
     ttft_slo_s: the time to first token that goodput is measured against. stall_timeout_s: how long
@@ -107,7 +108,7 @@ class Schedule(Section, frozen=True):
     """
 
     policy: Literal["asap", "asap+", "sync", "sync-chunked", "sync-afd"] = "asap"
-    min_batch_tokens: Count = 2048
+    min_batch_tokens: Count | Auto = 2048
     max_batch_tokens: Count = 4096
     lanes: Count = 2
     exclusive_tokens: Count = 16384

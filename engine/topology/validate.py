@@ -150,7 +150,7 @@ def _check_combinations(sections: Mapping[str, Section]) -> Iterable[tuple[str, 
             if device in ("cuda", "npu"):
                 yield name, "device", f'"{schedule.policy}" is built for "cpu" and "paced" only'
     least, most = schedule.min_batch_tokens, schedule.max_batch_tokens
-    if least > most:
+    if least != "auto" and least > most:
         yield (
             "schedule",
             "min_batch_tokens",

@@ -22,11 +22,14 @@ from engine.control.messages import HotExpert, Progress, Record
 from engine.device.base import Device
 from engine.device.fused import fused
 from engine.model.config import ModelConfig, load_config
+from engine.model.experts import ExpertModel
 from engine.model.loading import load_experts
 from engine.paced.expert_side import PacedExpertSide
 from engine.paced.experts import PacedExperts, tokens_a_pair
 from engine.paced.pacer import Pacer
+from engine.schedule.inflection import inflection_point
 from engine.schedule.order import RoundRobin
+from engine.worker.expert_times import expert_times
 from engine.worker.lifeline import Lifeline
 from engine.worker.meter import Meter
 from engine.worker.opening import close_windows, listening, peers_of, transport_of
@@ -36,6 +39,8 @@ from engine.worker.recorder import Recorder
 from engine.worker.spec import RankSpec
 
 log = logging.getLogger(__name__)
+
+_MEASURE_S = 0.1  # of one batch; what is tried after is twice as large
 
 
 class ExpertLoop:
@@ -65,12 +70,14 @@ class ExpertLoop:
         # Tokens of each local expert, where counts arrive: looking at them would hold a device up.
         self._served = torch.zeros(len(experts), dtype=torch.int64, device=payload)
         self._load_seconds = 0.0
+        self._inflection_tokens: int | None = None
         self._ready = False
         link.watch(*endpoint.sources, lifeline.fileno())
 
-    def run(self, load_seconds: float) -> NoReturn:
+    def run(self, load_seconds: float, inflection_tokens: int | None) -> NoReturn:
         """Until this process is killed: no rank ends in any other way."""
         self._load_seconds = load_seconds
+        self._inflection_tokens = inflection_tokens
         while True:
             for message in self._link.receive():
                 if isinstance(message, Record):
@@ -97,7 +104,7 @@ class ExpertLoop:
         if not self._ready and not self._endpoint.cold:
             self._ready = True
             log.info("ready, loaded in %.2f s", self._load_seconds)
-            self._link.ready(self._load_seconds)
+            self._link.ready(self._load_seconds, self._inflection_tokens)
 
     def _serve(self, item: WorkItem) -> None:
         flops = self._model.flops(item.p)
@@ -180,10 +187,23 @@ def _run(
             start = time.monotonic()
             model = _load(spec, config, device, endpoint, meter)
             loaded = time.monotonic() - start
+            inflection = _inflection(spec, model, device)
             places = device.torch, transport.memory
-            ExpertLoop(model, experts, endpoint, link, lifeline, meter, *places).run(loaded)
+            loop = ExpertLoop(model, experts, endpoint, link, lifeline, meter, *places)
+            loop.run(loaded, inflection)
         finally:
             endpoint.close()
+
+
+def _inflection(spec: RankSpec, model: ExpertPart, device: Device) -> int | None:
+    """None: nobody asked."""
+    if spec.find_inflection is None:
+        return None
+    if isinstance(model, PacedExperts):
+        return inflection_point(model.batch_seconds, spec.find_inflection)
+    assert isinstance(model, ExpertModel)
+    times = expert_times(model, getattr(torch, spec.agreement.dtype), device)
+    return inflection_point(times, spec.find_inflection, _MEASURE_S)
 
 
 def _endpoint(

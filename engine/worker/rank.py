@@ -76,8 +76,8 @@ class ControlLink:
                 if any(isinstance(message, Welcome) for message in self.receive()):
                     return
 
-    def ready(self, load_seconds: float) -> None:
-        self.send(Ready(load_seconds))
+    def ready(self, load_seconds: float, inflection_tokens: int | None = None) -> None:
+        self.send(Ready(load_seconds, inflection_tokens))
         self._stale = True  # the first report tells of its memory, before there is any work
 
     def send(self, message: Message) -> None:

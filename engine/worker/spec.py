@@ -29,7 +29,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     groups counts. turns: where each member of the group hears whose turn it is. environment: to be
     set before the device is opened, its mask included. listens: the first descriptor after the
     black box is a socket that is bound at `bell`. keys: of a launch over several nodes. address: of
-    this node. hardware: by whose times to wait instead of computing. senders: how many attention
+    this node. find_inflection: the most tokens of a batch, where an expert rank is to measure how
+    few of them pay. hardware: by whose times to wait instead of computing. senders: how many attention
     ranks' dispatches are one work item. core: the only one that this rank may run on.
     """
 
@@ -54,3 +55,4 @@ class RankSpec(msgspec.Struct, frozen=True):
     hardware: Hardware | None = None
     senders: int = 1
     core: int | None = None
+    find_inflection: int | None = None

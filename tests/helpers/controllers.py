@@ -25,14 +25,14 @@ CLIENT = b"client"
 TEAM = [RankId("attention", 0), RankId("attention", 1), RankId("expert", 0)]
 
 
-def make(ranks: list[RankId] = RANKS) -> Controller:
+def make(ranks: list[RankId] = RANKS, min_batch_tokens: int | None = 10) -> Controller:
     """With one attention group, of all attention ranks in `ranks`."""
     spec = ControllerSpec(
         address="",
         agreement=AGREEMENT,
         ranks=ranks,
         groups=1,
-        min_batch_tokens=10,
+        min_batch_tokens=min_batch_tokens,
         max_batch_tokens=20,
         exclusive_tokens=100,
         max_wait_s=1.0,
@@ -41,7 +41,7 @@ def make(ranks: list[RankId] = RANKS) -> Controller:
     policy = AsapPolicy(
         groups=1,
         lanes=2,
-        min_batch_tokens=10,
+        min_batch_tokens=min_batch_tokens or 20,
         max_batch_tokens=20,
         exclusive_tokens=100,
         max_wait_s=1.0,

@@ -65,7 +65,7 @@ def test_plain_processes_run_the_engines_batches() -> None:
     lengths = [9, 30, 4, 4, 60, 5]
     prompts = [token_ids(length, seed) for seed, length in enumerate(lengths)]
     topology = Topology(schedule=Schedule(min_batch_tokens=32, max_batch_tokens=64))
-    batches = engine_batches(topology, 2, lengths)
+    batches = engine_batches(topology, 2, 32, lengths)
     assert batches == [[0, 1], [2, 3], [4], [5]]
     model = checkpoint("qwen3_moe")
     with PlainProcesses(model, 2) as plain:

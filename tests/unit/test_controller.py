@@ -36,6 +36,22 @@ def test_nothing_runs_before_every_rank_is_ready() -> None:
     assert [run.lane for run in sent(controller, b"a") if isinstance(run, Run)] == [0, 1]
 
 
+def test_prompts_are_aggregated_up_to_what_the_slowest_expert_rank_measured() -> None:
+    ranks = [*RANKS, RankId("expert", 1)]
+    controller = make(ranks, min_batch_tokens=None)
+    assert controller.snapshot(0.0).min_batch_tokens is None
+    for id_, inflection in zip(ranks, (None, 4, 8), strict=True):
+        peer = str(id_).encode()
+        controller.handle(peer, Hello(id_, 1, AGREEMENT), 0.0)
+        controller.handle(peer, Ready(0.5, inflection), 0.0)
+    controller.schedule(0.0)
+    assert controller.snapshot(0.0).min_batch_tokens == 8
+    controller.handle(CLIENT, Submit([prompt(n, 3) for n in range(6)]), 0.0)
+    controller.schedule(0.0)
+    runs = [run for run in sent(controller, b"attention 0") if isinstance(run, Run)]
+    assert [run.batch.tokens for run in runs] == [9, 9]
+
+
 def test_a_rank_that_disagrees_is_refused_by_name() -> None:
     controller = make()
     other = msgspec.structs.replace(AGREEMENT, hidden_size=16, dtype="bfloat16")
