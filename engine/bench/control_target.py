@@ -35,6 +35,8 @@ class ControlTarget:
 
     async def first_token(self, key: int, tokens: int) -> None:
         """Raises RunError when the prompt fails, or the instance."""
+        if self._failure is not None:
+            raise self._failure
         number = next(self._numbers)
         done = self._loop.create_future()
         self._waiting[number] = done
@@ -44,8 +46,7 @@ class ControlTarget:
             )
             result = await done
         except asyncio.CancelledError:
-            if self._failure is None:
-                self._tell(lambda: self._client.cancel([number]))
+            self._tell(lambda: self._client.cancel([number]))
             raise
         finally:
             del self._waiting[number]
@@ -58,12 +59,12 @@ class ControlTarget:
 
     def _tell(self, say: Callable[[], None]) -> None:
         if self._failure is not None:
-            raise self._failure
+            return
         try:
             say()
         except RunError as error:
             self._fail(error)
-            raise
+            return
         # Sending may take the notice of what came, so that the loop would not be woken for it.
         self._receive()
 

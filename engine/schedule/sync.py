@@ -20,9 +20,9 @@ class LockstepPolicy:
     """Every attention group gets one batch at the same time, and the next one when all are done.
 
     - The next prompt in order of arrival goes to the group that has the fewest tokens, so batches
-      have similar totals; none exceeds `max_batch_tokens` unless it is one single prompt. With
-      `chunk_tokens` no batch exceeds that: prompts are cut, and what is left of one comes first
-      in its group's next batch.
+      have similar totals; none exceeds `max_batch_tokens` unless it is one single prompt. All wait
+      for that one, so the batches beside it may be as large. With `chunk_tokens` no batch exceeds
+      that: prompts are cut, and what is left of one comes first in its group's next batch.
     - Nothing waits for company. A group that nothing is left for gets a batch without segments.
     - What ran when ranks were lost goes before all else, with cut prompts whole, since the tokens
       that were done are lost. Where it is a single prompt, it runs alone: see `alone`.
@@ -148,7 +148,7 @@ class LockstepPolicy:
                 tokens[cut.group] += segment.length
         while self._queue:
             group = tokens.index(min(tokens))
-            room = self._budget - tokens[group]
+            room = max(self._budget, *tokens) - tokens[group]
             request = self._queue[0]
             if room <= 0 or (not self._cuts and tokens[group] and request.tokens > room):
                 break

@@ -94,6 +94,12 @@ def test_the_policy_decides_how_slow_links_are() -> None:
     assert pacing.hardware == CLOUD.scaled(2)
     assert LABEL in pacing.note
     assert "cloudmatrix384 x 2" in pacing.note
+    for policy in ("sync", "sync-chunked", "sync-afd"):
+        in_step = f"schedule.policy={policy}"
+        lockstep = read_pacing(load_topology("paced-d4e4", ["paced.scale=2", in_step]))
+        assert lockstep is not None
+        assert lockstep.hardware.links == CLOUD.scaled(2).sync_links != pacing.hardware.links
+        assert lockstep.hardware.attention == pacing.hardware.attention
     assert read_pacing(load_topology()) is None
 
 

@@ -66,11 +66,21 @@ def test_no_group_starts_before_all_have_finished_and_nothing_waits_for_company(
 
 def test_only_a_prompt_by_itself_exceeds_the_budget() -> None:
     policy = LockstepPolicy(2, MAX)
-    add_all(policy, [300, 60, 40, 1])
+    add_all(policy, [60, 40, 61, 300, 1])
     step = policy.next(0.0)
-    assert keys(step) == [[0], [1, 2]]
+    assert keys(step) == [[0], [1]]
     finish(policy, step)
-    assert keys(policy.next(0.0)) == [[3], []]
+    step = policy.next(0.0)
+    assert keys(step) == [[2, 4], [3]]
+
+
+def test_batches_beside_a_long_prompt_may_be_as_large_as_it() -> None:
+    policy = LockstepPolicy(3, MAX)
+    add_all(policy, [300, 90, 80, 70, 60, 160, 50, 1])
+    step = policy.next(0.0)
+    assert keys(step) == [[0], [1, 4], [2, 3]]
+    finish(policy, step)
+    assert keys(policy.next(0.0)) == [[5], [6], [7]]
 
 
 def test_cut_prompts_go_on_in_their_group_before_what_waits() -> None:
@@ -197,7 +207,8 @@ def test_every_token_is_computed_once_in_order_whatever_is_lost(
                     complete.add(s.key)
             if not losses:  # afterwards, cut prompts run whole
                 limit = MAX if chunk is None else chunk
-                assert batch.tokens <= limit or len(batch.segments) == 1
+                beside = [a.batches[0] for a in step if len(a.batches[0].segments) == 1]
+                assert batch.tokens <= max([limit, *(alone.tokens for alone in beside)])
                 assert chunk is None or batch.tokens <= chunk
             policy.finished(assignment.group, batch.id)
     assert done == dict(enumerate(lengths))
