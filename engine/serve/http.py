@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import resource
 import socket
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import uvicorn
 
 from engine.api.tokenizer import load_tokenizer
 from engine.errors import UsageError
+from engine.open_files import raise_file_limit
 from engine.serve.app import make_app
 from engine.serve.front import Front
 from engine.serve.protocol import BoundedProtocol
@@ -29,7 +29,7 @@ def main(payload: bytes, fds: list[int]) -> None:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s http %(message)s")
     spec = msgspec.msgpack.decode(payload, type=HttpSpec)
-    _raise_file_limit()
+    raise_file_limit()
     link = socket.socket(fileno=fds[1]) if len(fds) > 1 else None
     try:
         front = Front(spec, load_tokenizer(Path(spec.model_dir)), link)
@@ -56,9 +56,3 @@ def make_server(front: Front) -> uvicorn.Server:
             log_config=None,
         )
     )
-
-
-def _raise_file_limit() -> None:
-    """Every connection is an open file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
