@@ -14,212 +14,146 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import models, report
-from benchmarks.contenders import Layout, Limits, Load, best_layout, limits, overhead, time_alone
-from benchmarks.offered import Outcome, lognormal
-from engine.control.messages import TraceReport
+from benchmarks.comparisons import Comparison, on_cpu, paced
+from benchmarks.contenders import (
+    JUDGES,
+    STEP,
+    Layout,
+    Limit,
+    best_layouts,
+    limits,
+    overhead,
+    ttft_of,
+)
+from benchmarks.offered import Load, trace_of
+from engine.bench.summary import Summary
 from engine.control.perfetto import to_perfetto
-from engine.hardware.load import load_hardware
-from engine.launch.pacing import LABEL
 
-_TRACE_S = 3.0
-_SHARES = (0.3, 0.6, 0.9)  # of sync's highest rate, where TTFT is looked at
-_PACED_LAYERS = 6  # of the model of paced-d4e4
-_SEARCH_SHARE = 0.5  # of the duration, for choosing a layout
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """layouts: of each policy, those to choose from. first_rate: where to begin to look."""
-
-    title: str
-    notes: tuple[str, ...]
-    layouts: dict[str, list[Layout]]
-    load: Load
-    first_rate: float
+_TRACE_S = 2.0
+_TRACE_SHARE = 0.9  # of sync's highest rate
+_SHARES = (0.6,)  # of sync's highest rate, where TTFT is looked at
+_DURATION_S = {"paced": 12.0, "cpu": 20.0}
 
 
 @dataclass(frozen=True)
 class Cell:
     """One policy at one rate, in one round. overhead: of paced ranks."""
 
-    outcome: Outcome
+    summary: Summary
     overhead: float
-
-
-def paced(seconds: float, quick: bool) -> Comparison:
-    """D4 E4 against 8 devices that do both, at the paper's costs, lengths and target."""
-    layers = load_hardware("cloudmatrix384").layers
-    scale = f"paced.scale={layers / _PACED_LAYERS}"
-    budgets = (8192,) if quick else (4096, 8192, 16384)
-
-    def made(policy: str, groups: int, ranks: int, *more: str) -> list[Layout]:
-        sides = (f"attention.groups={groups}", f"experts.ranks={ranks}")
-        return [
-            Layout(
-                policy,
-                "paced-d4e4",
-                (scale, *sides, *more, f"schedule.max_batch_tokens={budget}"),
-            )
-            for budget in budgets
-        ]
-
-    return Comparison(
-        title="Asynchrony, paced: D4 E4 against synchronous D8 E8 on the same 8 devices",
-        notes=(
-            LABEL,
-            f"the table of costs: cloudmatrix384, {load_hardware('cloudmatrix384').about}",
-            f"{_PACED_LAYERS} layers instead of {layers}, each {layers / _PACED_LAYERS:.2f} times "
-            "as slow; each device stands for 4 dies",
-            "lengths: lognormal, mean 5,000, sigma 1.0, from 31 to 32,768; Poisson arrivals; "
-            "target: 5 s",
-        ),
-        layouts={
-            "asap": made("asap", 4, 4),
-            "sync": made("sync", 8, 8),
-            "sync-chunked": made("sync-chunked", 8, 8, "schedule.chunk_tokens=8192"),
-            "sync-afd": made("sync-afd", 4, 4),
-        },
-        load=Load(seconds, lognormal(5000, 1.0, 31, 32768), slo_s=5.0, vocabulary=32000),
-        first_rate=8.0,
-    )
-
-
-def on_cpu(seconds: float, quick: bool, cache: Path) -> Comparison:
-    """Model a; the target is 10 times what a prompt of the mean length takes by itself."""
-    model = models.build("a", cache)
-
-    def made(policy: str, groups: int, ranks: int, *more: str) -> Layout:
-        sides = (f"attention.groups={groups}", f"experts.ranks={ranks}")
-        return Layout(policy, "cpu", (*sides, *more), model)
-
-    shapes = ((1, 1),) if quick else ((1, 1), (2, 1), (1, 2), (2, 2))
-    batches = (512,) if quick else (512, 2048)
-    chunks = (512,) if quick else (512, 2048)
-    layouts = {
-        "asap": [
-            made("asap", *shape, f"schedule.min_batch_tokens={tokens}")
-            for shape in shapes
-            for tokens in batches
-        ],
-        "sync": [made("sync", 2, 2, f"schedule.max_batch_tokens={n}") for n in (1024, 4096)],
-        "sync-chunked": [made("sync-chunked", 2, 2, f"schedule.chunk_tokens={n}") for n in chunks],
-        "sync-afd": [made("sync-afd", *shape) for shape in shapes],
-    }
-    alone = time_alone(layouts["asap"][0], tokens=512, vocabulary=4096)
-    return Comparison(
-        title="Asynchrony on the CPU: model a",
-        notes=(
-            f"target: {10 * alone:.3f} s, 10 times a prompt of 512 tokens alone ({alone:.3f} s)",
-            "lengths: lognormal, mean 512, sigma 1.0, at most 4,096; Poisson arrivals",
-        ),
-        layouts=layouts,
-        load=Load(seconds, lognormal(512, 1.0, 1, 4096), slo_s=10 * alone, vocabulary=4096),
-        first_rate=1 / alone,
-    )
 
 
 def compare(
     comparison: Comparison, rounds: int, traces: Path | None, say: Callable[[str], None]
 ) -> str:
-    """Markdown: the layouts that were searched, the highest rates, and TTFT at several rates."""
+    """Markdown: the layouts that were searched, the highest rates, and TTFT at a part of sync's."""
     load = comparison.load
-    parts = [report.header(comparison.title), *(f"- {note}" for note in comparison.notes), ""]
-    search = replace(load, seconds=load.seconds * _SEARCH_SHARE)
-    chosen: dict[str, Layout] = {}
+    parts = [report.header(comparison.title), *(f"- {note}" for note in comparison.notes)]
+    parts += [
+        f"- target: {load.slo_s:.3f} s; a load: {load.seconds:g} s; {rounds} rounds, in each of "
+        "which all get the same prompts; median (lowest to highest)",
+        f"- rates: loads {STEP - 1:.0%} apart, and between the last that meets the target and the "
+        "next by the logarithm of TTFT",
+        "",
+        "Layouts: what each policy was tried on, and its highest rate by mean and by p99.",
+        "",
+    ]
+    best: dict[str, dict[str, Limit]] = {}
+    near = comparison.first_rate
     for policy, layouts in comparison.layouts.items():
-        chosen[policy], found = best_layout(layouts, search, comparison.first_rate, say)
-        parts += [_layout_lines(chosen[policy], found)]
+        best[policy], rows = best_layouts(layouts, load, near, say)
+        near = best[policy]["mean"].met
+        parts += [report.table(rows)]
+    seeds = {policy: iter(range(rounds)) for policy in best}
 
-    def measured(layout: Layout, seeds: list[int]) -> Callable[[], Limits]:
-        return lambda: limits(layout, load, _next(seeds), comparison.first_rate)
+    def measured(policy: str) -> Callable[[], dict[str, float]]:
+        def run() -> dict[str, float]:
+            found = limits(best[policy], load, next(seeds[policy]))
+            say(f"{policy}: {', '.join(f'{rate:.2f}/s by {j}' for j, rate in found.items())}")
+            return found
 
-    highest = report.alternate(
-        {policy: measured(layout, list(range(rounds))) for policy, layout in chosen.items()},
-        rounds,
-    )
+        return run
+
+    highest = report.alternate({policy: measured(policy) for policy in best}, rounds)
+    parts += ["Highest rates in prompts a second, each on its best layout.", ""]
     parts += [_limits_table(highest)]
-    base = statistics.median(limit.mean for limit in highest["sync"])
-    rates = [share * base for share in _SHARES]
-    for rate in rates:
+    base = statistics.median(found["mean"] for found in highest["sync"])
+    chosen = {policy: found["mean"].layout for policy, found in best.items()}
+    for share in _SHARES:
+        rate = share * base
         say(f"TTFT at {rate:.2f}/s")
         cells = report.alternate(
             {policy: _measure(layout, load, rate, rounds) for policy, layout in chosen.items()},
             rounds,
         )
-        parts += [f"TTFT at {rate:.2f} prompts a second, {rate / base:.0%} of sync's highest rate:"]
-        parts += ["", _ttft_table(cells)]
+        parts += [
+            f"TTFT at {rate:.2f} prompts a second, {share:.0%} of sync's highest by mean.",
+            "",
+        ]
+        parts += [_ttft_table(cells)]
     if traces is not None:
+        rate = _TRACE_SHARE * base
         for policy, layout in chosen.items():
             path = traces / f"{policy}.json"
-            path.write_bytes(msgspec.json.encode(_trace(layout, load, rates[-1], comparison.notes)))
-            parts += [f"- trace of {policy} at {rates[-1]:.2f}/s: {path}"]
+            path.write_bytes(msgspec.json.encode(_trace(layout, load, rate, comparison.notes)))
+            parts += [f"- trace of {policy} at {rate:.2f}/s: {path}"]
     return "\n".join(parts)
 
 
 def _measure(layout: Layout, load: Load, rate: float, rounds: int) -> Callable[[], Cell]:
-    seeds = list(range(rounds))
+    seeds = iter(range(rounds))
 
     def run() -> Cell:
         with layout.running() as client:
-            return Cell(load.run(client, rate, _next(seeds)), overhead(client))
+            load.warm_up(client)
+            return Cell(load.run(client, rate, next(seeds)), overhead(client))
 
     return run
 
 
 def _trace(layout: Layout, load: Load, rate: float, notes: Sequence[str]) -> dict[str, object]:
     with layout.running() as client:
-        found = load.run(client, rate, 0, _TRACE_S).trace or TraceReport(0.0, 0.0, [])
+        load.warm_up(client)
+        load.run(client, rate, 0, _TRACE_S)
+        found = trace_of(client, _TRACE_S)
     return to_perfetto(found) | {"otherData": {"layout": layout.name, "notes": " | ".join(notes)}}
 
 
-def _next(seeds: list[int]) -> int:
-    """The same in each round for every policy."""
-    return seeds.pop(0)
-
-
-def _layout_lines(best: Layout, found: Sequence[tuple[Layout, Limits]]) -> str:
-    rows = [
-        {
-            "layout": layout.name,
-            "by mean": f"{limit.mean:.2f}/s",
-            "by p99": f"{limit.p99:.2f}/s",
-            "taken": "yes" if layout is best else "",
-        }
-        for layout, limit in found
-    ]
-    return report.table(rows)
-
-
-def _limits_table(highest: dict[str, list[Limits]]) -> str:
+def _limits_table(highest: dict[str, list[dict[str, float]]]) -> str:
     rows = []
-    asap = highest["asap"]
     for policy, found in highest.items():
-        means, p99s = [each.mean for each in found], [each.p99 for each in found]
-        rows.append(
-            {
-                "policy": policy,
-                "highest rate by mean": report.median_range(means, 2),
-                "by p99": report.median_range(p99s, 2),
-                "asap / it, by mean": report.ratio_range([each.mean for each in asap], means),
-                "asap / it, by p99": report.ratio_range([each.p99 for each in asap], p99s),
-            }
-        )
+        row = {"policy": policy}
+        for judge in JUDGES:
+            rates = [each[judge] for each in found]
+            row[f"by {judge}"] = report.median_range(rates, 2)
+            ours = [each[judge] for each in highest["asap"]]
+            row[f"asap / it, by {judge}"] = report.ratio_range(ours, rates)
+        rows.append(row)
     return report.table(rows)
 
 
 def _ttft_table(cells: dict[str, list[Cell]]) -> str:
-    def seconds(of: Callable[[Outcome], float], found: Sequence[Cell]) -> str:
-        return report.median_range([of(cell.outcome) for cell in found], 3)
+    def shortest_quarter(summary: Summary) -> float:
+        ttft = summary.by_length[0].ttft
+        assert ttft is not None  # no prompt failed
+        return ttft.mean
+
+    def seconds(of: Callable[[Summary], float], found: Sequence[Cell]) -> str:
+        return report.median_range([of(cell.summary) for cell in found], 3)
 
     rows = []
     for policy, found in cells.items():
         row = {
             "policy": policy,
-            "mean s": seconds(lambda outcome: outcome.mean, found),
-            "p99 s": seconds(lambda outcome: outcome.p99, found),
-            "shortest quarter s": seconds(lambda outcome: outcome.shortest_quarter, found),
-            "given up": sum(cell.outcome.given_up for cell in found),
-            "driver late, most": f"{max(cell.outcome.late_s for cell in found) * 1e3:.0f} ms",
+            "mean s": seconds(lambda summary: ttft_of(summary).mean, found),
+            "p99 s": seconds(lambda summary: ttft_of(summary).p99, found),
+            "shortest quarter s": seconds(shortest_quarter, found),
+            "it / asap, shortest quarter": report.ratio_range(
+                [shortest_quarter(cell.summary) for cell in found],
+                [shortest_quarter(cell.summary) for cell in cells["asap"]],
+            ),
+            "given up": sum(cell.summary.given_up for cell in found),
+            "driver late, most": f"{max(cell.summary.late_most_s for cell in found) * 1e3:.0f} ms",
         }
         if any(cell.overhead for cell in found):
             row["own overhead"] = f"{statistics.median(c.overhead for c in found):.1%} of busy time"
@@ -230,14 +164,25 @@ def _ttft_table(cells: dict[str, list[Cell]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
     parser.add_argument("what", choices=("paced", "cpu"))
-    parser.add_argument("--duration", type=float, default=60.0, metavar="S", help="of each load")
+    parser.add_argument(
+        "--duration",
+        type=float,
+        metavar="S",
+        help="of each load (default: 12 paced, 20 cpu); the longer, the less a queue that only "
+        "grows is taken for one that lasts",
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--quick", action="store_true", help="one layout a policy, 10 s, 1 round")
+    parser.add_argument(
+        "--quick", action="store_true", help="one layout a policy, half as long, 1 round"
+    )
     parser.add_argument("--traces", type=Path, metavar="DIR", help="write a trace of each policy")
     parser.add_argument("--cache", type=Path, default=models.DEFAULT_CACHE, metavar="DIR")
     parser.add_argument("--policies", metavar="A,B", help="only these, asap and sync among them")
     options = parser.parse_args()
-    seconds, rounds = (10.0, 1) if options.quick else (options.duration, options.rounds)
+    seconds = options.duration or _DURATION_S[options.what]
+    rounds = options.rounds
+    if options.quick:
+        seconds, rounds = seconds / 2, 1
     made = (
         paced(seconds, options.quick)
         if options.what == "paced"

@@ -1,33 +1,46 @@
 """The policies that are compared: what each runs on, and which of its layouts is the best."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.offered import Coming, Length, Outcome, offer, poisson
+from benchmarks.offered import Load
+from engine.bench.find_rate import find_rate
+from engine.bench.summary import Summary, Times
 from engine.control.client import Client
 from engine.control.messages import RankStatus
 from engine.errors import RunError
 from engine.launch.checks import plan_of
 from engine.launch.running import start_instance
 
-_STEP = 1.08  # between the rates that are tried
-_LEAST_STEP = -64  # a hundredth of the first rate
+STEP = 1.2  # between the rates that are tried
+_TOLERANCE = STEP - 1 + 1e-6
+_FAR = STEP**4  # a stride where nothing is known yet
+_MOST_TRIALS = 16
 _SNAPSHOT_S = 10.0
 _ALONE = 5
-_PATIENCE_S = 60.0
+
+# What is held against the target.
+JUDGES: dict[str, Callable[[Times], float]] = {
+    "mean": lambda ttft: ttft.mean,
+    "p99": lambda ttft: ttft.p99,
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one policy runs on. overrides: of the topology."""
+    """What one policy runs on. overrides: of the topology; those in `fixed` too, which all layouts
+    have.
+    """
 
     policy: str
     topology: str
     overrides: tuple[str, ...]
     model: Path | None = None
+    fixed: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -36,101 +49,138 @@ class Layout:
 
     @contextmanager
     def running(self) -> Iterator[Client]:
-        sets = [f"schedule.policy={self.policy}", *self.overrides]
+        sets = [f"schedule.policy={self.policy}", *self.fixed, *self.overrides]
         with start_instance(plan_of(self.topology, sets, self.model)) as client:
             yield client
 
 
 @dataclass(frozen=True)
-class Load:
-    """Prompts that come for `seconds`. slo_s: the TTFT that counts as good."""
+class Limit:
+    """The highest rate, in prompts a second, at which `judge` keeps within the target: between
+    `met`, the highest that was tried and did, and the next one. met: 0 where none did.
+    """
 
-    seconds: float
-    length: Length
-    slo_s: float
-    vocabulary: int
-
-    def run(self, client: Client, rate: float, seed: int, trace_s: float = 0.0) -> Outcome:
-        coming = poisson(rate, self.seconds, self.length, seed)
-        return offer(client, coming, 2 * self.slo_s, self.vocabulary, trace_s)
+    layout: Layout
+    judge: str
+    rate: float
+    met: float
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The highest rates, in prompts a second, that keep within the target: by mean, and by p99."""
+class Probe:
+    """A running layout under load at rates STEP apart, each tried once."""
 
-    mean: float
-    p99: float
+    def __init__(self, layout: Layout, client: Client, load: Load, seed: int) -> None:
+        self._layout = layout
+        self._client = client
+        self._load = load
+        self._seed = seed
+        self._known: dict[int, Times] = {}
+        load.warm_up(client)
+
+    def met(self, judge: str, rate: float) -> bool:
+        return JUDGES[judge](self._ttft(rate)) <= self._load.slo_s
+
+    def limit(self, judge: str, near: float, stride: float = STEP) -> Limit:
+        """near: where to begin to look."""
+        start = STEP ** _step(near)
+        found = find_rate(
+            lambda rate: self.met(judge, rate),
+            start,
+            tolerance=_TOLERANCE,
+            stride=stride,
+            most_trials=_MOST_TRIALS,
+        )
+        low, high = found.rate, found.too_high
+        if not low:
+            return Limit(self._layout, judge, 0.0, 0.0)
+        if high is None:
+            raise RunError(f"{self._layout.name}: no rate is too high; look further than {low}/s")
+        return Limit(self._layout, judge, self._crossing(judge, low, high), low)
+
+    def _crossing(self, judge: str, low: float, high: float) -> float:
+        """Where the target is met, if the logarithm of TTFT is linear between two rates."""
+        below, above = (math.log(JUDGES[judge](self._ttft(rate))) for rate in (low, high))
+        share = (math.log(self._load.slo_s) - below) / (above - below)
+        return low * math.pow(high / low, share)
+
+    def _ttft(self, rate: float) -> Times:
+        step = _step(rate)
+        if step not in self._known:
+            self._known[step] = ttft_of(self._load.run(self._client, STEP**step, self._seed))
+        return self._known[step]
 
 
-def limits(layout: Layout, load: Load, seed: int, first_rate: float) -> Limits:
-    """By bisection over rates that lie _STEP apart. Each rate runs on an instance that is idle."""
-    known: dict[int, Outcome] = {}
-
-    def outcome(step: int) -> Outcome:
-        if step not in known:
-            with layout.running() as client:
-                known[step] = load.run(client, first_rate * _STEP**step, seed)
-        return known[step]
-
-    def highest(within: Callable[[Outcome], bool]) -> float:
-        return first_rate * _STEP ** _last(lambda step: within(outcome(step)))
-
-    return Limits(
-        mean=highest(lambda found: found.mean <= load.slo_s),
-        p99=highest(lambda found: found.p99 <= load.slo_s),
-    )
-
-
-def best_layout(
-    layouts: Sequence[Layout], load: Load, first_rate: float, say: Callable[[str], None]
-) -> tuple[Layout, list[tuple[Layout, Limits]]]:
-    """By the mean, on prompts that are not measured later."""
-    found = []
+def best_layouts(
+    layouts: Sequence[Layout], load: Load, near: float, say: Callable[[str], None]
+) -> tuple[dict[str, Limit], list[dict[str, str]]]:
+    """Of one policy, by each judge, on prompts that are not measured later; and a row of each
+    layout. One that misses the target where an earlier one met it is not looked at further.
+    """
+    best: dict[str, Limit] = {}
+    rows = []
     for layout in layouts:
-        found.append((layout, limits(layout, load, seed=-1, first_rate=first_rate)))
-        say(f"{layout.name}: {found[-1][1].mean:.2f}/s by mean, {found[-1][1].p99:.2f}/s by p99")
-    best, _ = max(found, key=lambda each: (each[1].mean, each[1].p99))
-    return best, found
+        row = {"layout": layout.name}
+        with layout.running() as client:
+            probe = Probe(layout, client, load, seed=-1)
+            for judge in JUDGES:
+                leader = best.get(judge)
+                if leader is not None and not probe.met(judge, leader.met):
+                    row[judge] = f"less than {leader.met:.2f}/s"
+                    continue
+                known = leader or best.get("mean")
+                limit = probe.limit(judge, known.met if known else near, STEP if known else _FAR)
+                row[judge] = f"{limit.rate:.2f}/s" if limit.rate else "never"
+                if limit.rate > (leader.rate if leader else 0.0):
+                    best[judge] = limit
+        say(", ".join(f"{name} {value}" for name, value in row.items()))
+        rows.append(row)
+    if len(best) < len(JUDGES):
+        raise RunError(f"{layouts[0].policy}: no layout keeps within the target at any rate")
+    for row in rows:
+        taken = [judge for judge, limit in best.items() if limit.layout.name == row["layout"]]
+        row["taken for"] = ", ".join(taken)
+    return best, rows
+
+
+def limits(best: dict[str, Limit], load: Load, seed: int) -> dict[str, float]:
+    """The highest rate by each judge, each on the layout that is best for it."""
+    found: dict[str, float] = {}
+    for layout in {limit.layout: None for limit in best.values()}:
+        with layout.running() as client:
+            probe = Probe(layout, client, load, seed)
+            for judge, limit in best.items():
+                if limit.layout == layout:
+                    found[judge] = probe.limit(judge, limit.met).rate
+                    if not found[judge]:
+                        raise RunError(f"{layout.name}: it misses the target at every rate now")
+    return found
+
+
+def ttft_of(summary: Summary) -> Times:
+    """Of a load of which no prompt failed."""
+    assert summary.ttft is not None
+    return summary.ttft
 
 
 def overhead(client: Client) -> float:
-    """Of paced ranks: the share of their busy time that no table asked for, but this machine."""
+    """Of paced ranks: the share of their busy time that no table asked for, but this machine. 0 of
+    others.
+    """
     snapshot = client.fresh_snapshot(_SNAPSHOT_S)
     ranks: list[RankStatus] = [] if snapshot is None else snapshot.ranks
     busy = sum(rank.busy_seconds for rank in ranks)
-    return 1 - sum(rank.paced_seconds for rank in ranks) / busy if busy else 0.0
+    paced = sum(rank.paced_seconds for rank in ranks)
+    return 1 - paced / busy if paced else 0.0
 
 
-def time_alone(layout: Layout, tokens: int, vocabulary: int) -> float:
+def time_alone(layout: Layout, load: Load, tokens: int) -> float:
     """Median time in seconds of a prompt that has an instance to itself, and does not wait."""
     at_once = replace(layout, overrides=(*layout.overrides, "schedule.max_wait_ms=0"))
     with at_once.running() as client:
-        runs = [
-            offer(client, [Coming(0.0, tokens)], _PATIENCE_S, vocabulary).mean
-            for _ in range(_ALONE + 1)
-        ]
+        runs = [load.time_at_once(client, tokens) for _ in range(_ALONE + 1)]
     return statistics.median(runs[1:])  # the first one warms up
 
 
-def _last(holds: Callable[[int], bool]) -> int:
-    """The last step, of all whole numbers, for which it holds, as it does for all before. Steps
-    outward from 0 double, then it is bisected.
-    """
-    low, high, stride = 0, 0, 4
-    if holds(0):
-        high = stride
-        while holds(high):
-            low, stride = high, 2 * stride
-            high = low + stride
-    else:
-        low = -stride
-        while not holds(low):
-            if low < _LEAST_STEP:
-                raise RunError("no rate keeps within the target, not even one prompt alone")
-            high, stride = low, 2 * stride
-            low = high - stride
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+def _step(rate: float) -> int:
+    """Of the nearest rate that is tried."""
+    return round(math.log(rate, STEP))

@@ -1,123 +1,91 @@
-"""Prompts that come at their times to a running instance, whatever it makes of them."""
+"""The load that policies are compared under, on a running instance."""
 
-import math
-import random
-import statistics
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
 
-from engine.bench.workload import random_prompts
+from engine.bench.control_target import ControlTarget
+from engine.bench.load import Outcome, offer
+from engine.bench.summary import Summary, summarize
+from engine.bench.workload import PromptPool
 from engine.control.client import Client
-from engine.control.messages import PrefillRequest, TraceReport
+from engine.control.messages import TraceReport
 from engine.errors import RunError
+from engine.traffic.arrivals import Arrival, poisson
+from engine.traffic.lengths import Lengths
 
-_TRACE_GRACE_S = 12.0
-Length: TypeAlias = Callable[[random.Random], int]
-
-
-class Coming(NamedTuple):
-    """A prompt of so many tokens, at_s seconds after the beginning."""
-
-    at_s: float
-    tokens: int
+_ANSWER_S = 15.0
+_IDLE_S = 120.0
+_IDLE_POLL_S = 0.05
+_WARMING = 4  # prompts
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """ttft: of each prompt, in seconds from when it was to come; of one that was given up, how long
-    it had waited by then, which is less than it would have been. late_s: the most that the driver
-    itself was behind.
-    """
+class Load:
+    """Prompts that come for `seconds`. slo_s: the TTFT that counts as good."""
 
-    tokens: list[int]
-    ttft: list[float]
-    given_up: int
-    late_s: float
-    trace: TraceReport | None = None
+    seconds: float
+    lengths: Lengths
+    slo_s: float
+    vocabulary: int
 
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.ttft)
+    def run(self, client: Client, rate: float, seed: int, trace_s: float = 0.0) -> Summary:
+        """The same seed gives the same prompts in the same order at every rate. Prompts that are
+        not there 2 * slo_s after the last one came are given up. trace_s: how many seconds to
+        record, from the middle on: see `trace_of`.
 
-    @property
-    def p99(self) -> float:
-        return sorted(self.ttft)[math.ceil(0.99 * len(self.ttft)) - 1]
+        Waits until the instance is idle. Raises RunError for a prompt that fails.
+        """
+        arrivals = poisson(rate, self.lengths, seed, duration_s=self.seconds)
+        outcomes = self._offer(client, arrivals, 2 * self.slo_s, trace_s)
+        _until_idle(client)
+        return summarize(outcomes, self.slo_s)
 
-    @property
-    def shortest_quarter(self) -> float:
-        """Mean TTFT of the quarter of the prompts that is the shortest."""
-        by_length = sorted(zip(self.tokens, self.ttft, strict=True))
-        return statistics.fmean(ttft for _, ttft in by_length[: math.ceil(len(by_length) / 4)])
+    def warm_up(self, client: Client) -> None:
+        """What comes first on an instance takes longer."""
+        self.time_at_once(client, round(self.lengths.mean), _WARMING)
+
+    def time_at_once(self, client: Client, tokens: int, count: int = 1) -> float:
+        """Mean TTFT in seconds of `count` prompts that an instance gets at once."""
+        arrivals = [Arrival(0.0, tokens)] * count
+        outcomes = self._offer(client, arrivals, _IDLE_S)
+        return sum(each.ttft_s for each in outcomes) / count
+
+    def _offer(
+        self, client: Client, arrivals: Sequence[Arrival], patience_s: float, trace_s: float = 0.0
+    ) -> list[Outcome]:
+        pool = PromptPool(max(each.tokens for each in arrivals), self.vocabulary)
+
+        async def drive() -> list[Outcome]:
+            async with ControlTarget(client, pool.prompt) as target:
+                if trace_s:
+                    middle = arrivals[-1].at_s / 2
+                    asyncio.get_running_loop().call_later(middle, target.start_trace, trace_s)
+                return await offer(arrivals, target, patience_s=patience_s)
+
+        outcomes = asyncio.run(drive())
+        for each in outcomes:
+            if not (each.answered or each.given_up):
+                raise RunError(f"a load cannot be measured where prompts fail: {each.error}")
+        return outcomes
 
 
-def lognormal(mean: float, sigma: float, least: int, most: int) -> Length:
-    """Lengths of so many tokens in the mean; those below `least` or above `most` are left out."""
-    mu = math.log(mean) - sigma**2 / 2
-
-    def draw(rng: random.Random) -> int:
-        while not least <= (length := round(rng.lognormvariate(mu, sigma))) <= most:
-            pass
-        return length
-
-    return draw
+def trace_of(client: Client, trace_s: float) -> TraceReport:
+    """What was recorded during the last load."""
+    report = client.await_trace(trace_s + _ANSWER_S)
+    if report is None:
+        raise RunError("the instance did not answer with a trace")
+    return report
 
 
-def poisson(rate: float, seconds: float, length: Length, seed: int) -> list[Coming]:
-    """The same seed gives the same prompts in the same order at every rate. At least one."""
-    rng = random.Random(seed)
-    coming: list[Coming] = []
-    at = 0.0
-    while not coming or at <= seconds:
-        coming.append(Coming(at, length(rng)))
-        at += rng.expovariate(rate)
-    return coming
-
-
-def offer(
-    client: Client,
-    coming: Sequence[Coming],
-    patience_s: float,
-    vocabulary: int,
-    trace_s: float = 0.0,
-) -> Outcome:
-    """Submits each prompt at its time. patience_s: how long to wait for results after the last one
-    came; what is missing then is cancelled. trace_s: how many seconds to record, from the middle.
-
-    Raises RunError for a prompt that fails.
-    """
-    prompts = random_prompts([each.tokens for each in coming], vocabulary)
-    ttft: dict[int, float] = {}
-    late = 0.0
-    submitted = 0
-    start = time.monotonic()
-    trace_at = start + coming[-1].at_s / 2 if trace_s else math.inf
-    deadline = start + coming[-1].at_s + patience_s
-    while len(ttft) < len(coming) and (now := time.monotonic()) < deadline:
-        if now >= trace_at:
-            client.start_trace(trace_s)
-            trace_at = math.inf
-        due = []
-        while submitted < len(coming) and start + coming[submitted].at_s <= now:
-            due.append(PrefillRequest(submitted, prompts[submitted]))
-            late = max(late, now - start - coming[submitted].at_s)
-            submitted += 1
-        if due:
-            client.submit(due)
-        following = start + coming[submitted].at_s if submitted < len(coming) else deadline
-        for result in client.receive(max(0.0, min(following, trace_at) - time.monotonic())):
-            if result.error is not None:
-                raise RunError(f"a prompt of {coming[result.key].tokens} tokens: {result.error}")
-            ttft[result.key] = time.monotonic() - start - coming[result.key].at_s
-    missing = [key for key in range(len(coming)) if key not in ttft]
-    client.cancel(missing)
-    end = time.monotonic() - start
-    ttft |= {key: end - coming[key].at_s for key in missing}
-    return Outcome(
-        tokens=[each.tokens for each in coming],
-        ttft=[ttft[key] for key in range(len(coming))],
-        given_up=len(missing),
-        late_s=late,
-        trace=client.await_trace(trace_s + _TRACE_GRACE_S) if trace_s else None,
-    )
+def _until_idle(client: Client) -> None:
+    """What was given up while it ran still runs to its end."""
+    deadline = time.monotonic() + _IDLE_S
+    while (snapshot := client.fresh_snapshot(_ANSWER_S)) is not None:
+        if not snapshot.waiting and not snapshot.running:
+            return
+        if time.monotonic() > deadline:
+            break
+        client.receive(_IDLE_POLL_S)
+    raise RunError(f"the instance was not idle {_IDLE_S:g} s after a load")
