@@ -91,7 +91,7 @@ def check(
 def _print_json(plan: Plan, notes: list[str]) -> None:
     import json
 
-    from asapctl.check_view import device_name, homes_of
+    from asapctl.check_view import homes_of
     from engine.echo import encodable
 
     homes = homes_of(plan)
@@ -123,7 +123,7 @@ def _print_json(plan: Plan, notes: list[str]) -> None:
                         "rank": str(rank.id),
                         "role": rank.id.role,
                         "node": homes[rank.id],
-                        "device": device_name(rank) if homes[rank.id] == plan.node_rank else None,
+                        "device": rank.place if homes[rank.id] == plan.node_rank else None,
                         "first_expert": rank.experts.start if rank.experts else None,
                         "experts": len(rank.experts),
                         "weights_bytes": rank.weights_bytes,
@@ -142,13 +142,13 @@ def _print_json(plan: Plan, notes: list[str]) -> None:
                     for rank in plan.ranks
                 ],
                 "here": [
-                    {"instance": instance, "rank": str(rank.id), "device": device_name(rank)}
+                    {"instance": instance, "rank": str(rank.id), "device": rank.place}
                     for instance, rank in plan.here
                 ],
                 "memory_needed_bytes": plan.memory_needed,
                 "memory_available_bytes": None if plan.assumed else plan.memory_available,
                 "config_only": plan.config_only,
-                "paced": None if plan.pacing is None else plan.pacing.note,
+                "paced": plan.paced,
                 "assumed": plan.assumed,
                 "notes": notes,
             }

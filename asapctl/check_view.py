@@ -36,7 +36,7 @@ def rank_table(ranks: Sequence[RankPlan], elsewhere: Mapping[RankId, int] | None
         table.add_column(_HEADINGS.get(part, part), justify="right", no_wrap=True)
     for rank, row in zip(ranks, rows, strict=True):
         sizes = [_size(rank, part, row[part]) if row[part] else "-" for part in parts]
-        place = f"node {elsewhere[rank.id]}" if rank.id in elsewhere else device_name(rank)
+        place = f"node {elsewhere[rank.id]}" if rank.id in elsewhere else rank.place
         table.add_row(str(rank.id), place, _experts(rank.experts), *sizes)
     return table
 
@@ -118,11 +118,6 @@ def device_lines(plan: "Plan") -> list[str]:
             "estimate of what the driver takes"
         )
     return lines
-
-
-def device_name(rank: RankPlan) -> str:
-    """ "cpu", or the device as a mask names it: "npu 3"."""
-    return "cpu" if rank.device is None else f"{rank.device.kind} {rank.device.visible}"
 
 
 def _parts(rank: RankPlan) -> dict[str, int]:

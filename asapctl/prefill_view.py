@@ -60,7 +60,8 @@ def progress_text(tally: Tally, size: int | None, snapshot: Snapshot | None, now
     The number of prompts is not known before the input's end, so the time left is judged by bytes:
     those of the lines that this run has finished, against those that are left.
     """
-    parts = [plural(tally.ok + tally.failed + tally.skipped, "prompt")]
+    parts = ["paced"] if snapshot is not None and snapshot.paced is not None else []
+    parts.append(plural(tally.ok + tally.failed + tally.skipped, "prompt"))
     if tally.failed:
         parts.append(f"{tally.failed} failed")
     if tally.first_admission is not None and now > tally.first_admission:

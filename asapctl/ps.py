@@ -51,7 +51,7 @@ def _print(records: list[InstanceRecord], now: float) -> None:
             f"{record.command} x{instances}" if instances > 1 else record.command,
             Path(record.model).name,
             record.url or "-",
-            record.state,
+            record.state if record.paced is None else f"{record.state}, paced",
             duration(max(0.0, now - record.started)),
         )
     Console(highlight=False).print(table)

@@ -120,6 +120,7 @@ def _summary(record: InstanceRecord, shown: Sequence[Shown]) -> list[Text]:
         (record.name, "bold"),
         "  ",
         (health, HEALTH_STYLES[health]),
+        ("" if record.paced is None else "  paced", "bold yellow"),
         f"  {len(shown)} instances  up {duration(up)}",
         (f"  {record.url or record.command}", "dim"),
     )

@@ -58,6 +58,7 @@ def described(record: InstanceRecord, snapshots: Sequence[Snapshot | None]) -> d
     return {
         "health": fleet_health([shown.health for shown in _shown(snapshots)]),
         "instance": msgspec.to_builtins(record),
+        "paced": record.paced,
         "ready": any(snapshot.ready for snapshot in there),
         "quitting": any(snapshot.quitting for snapshot in there),
         **{name: sum(getattr(snapshot, name) for snapshot in there) for name in _SUMS},

@@ -197,7 +197,7 @@ def _measure(
         dtype=plan.dtype,
         topology=plan.topology.source,
         layout=_layout(plan, after.min_batch_tokens),
-        paced=None if plan.pacing is None else plan.pacing.note,
+        paced=plan.paced,
         prompts=len(prompts),
         tokens=tokens,
         longest=max(lengths),

@@ -33,7 +33,8 @@ class RankPlan:
     Windows in shared memory are charged to the expert side; otherwise each end has its own.
     working_set_bytes: activations at their peak. kv_bytes: caches that are kept to be exported.
     gathered_bytes: where heads are divided, one that is put together from all members, on the host.
-    driver_bytes: what the driver takes of the device. on_device: which `parts` lie there.
+    driver_bytes: what the driver takes of the device. on_device: which `parts` lie there. paced: it
+    waits on the CPU instead of computing.
     """
 
     id: RankId
@@ -48,6 +49,14 @@ class RankPlan:
     driver_bytes: int = 0
     on_device: frozenset[str] = frozenset()
     device: Slot | None = None
+    paced: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where it computes: the device as a mask names it, "npu 3", or "cpu", or "paced"."""
+        if self.device is not None:
+            return f"{self.device.kind} {self.device.visible}"
+        return "paced" if self.paced else "cpu"
 
     @property
     def total(self) -> int:
@@ -295,7 +304,7 @@ class Layout:
             size = rank.communicators_bytes + self.wiring.team_bytes
             rank = dataclasses.replace(rank, communicators_bytes=size)
         if self.wiring.kind(rank.id.role) == "cpu":
-            return rank
+            return dataclasses.replace(rank, paced=self.wiring.paced)
         return dataclasses.replace(
             rank,
             process_bytes=DRIVER_HOST_BYTES,

@@ -13,9 +13,7 @@ from engine.launch.resources import NodeView
 
 
 class RankRun(msgspec.Struct, frozen=True):
-    """One rank. device: as a mask of its node names it, "npu 3", or "cpu". environment: what is set
-    for it, its mask included.
-    """
+    """One rank. device: RankPlan's place. environment: what is set for it, its mask included."""
 
     instance: int
     rank: str
@@ -66,9 +64,7 @@ def dry_run(launch: LaunchCommand, on_note: Callable[[str], None] = lambda note:
                     RankRun(
                         instance=instance,
                         rank=str(rank.id),
-                        device=f"{rank.device.kind} {rank.device.visible}"
-                        if rank.device
-                        else "cpu",
+                        device=rank.place,
                         environment=plan.environment_of(rank.device),
                     )
                     for instance, rank in plan.here

@@ -84,7 +84,7 @@ class Instance:
             cost=prompt_cost(self._plan.config),
             remote=self._remote,
             keys=self._keys,
-            paced=None if self._plan.pacing is None else self._plan.pacing.note,
+            paced=self._plan.paced,
         )
         fds = [] if self._listener is None else [os.dup(self._listener.fileno())]
         payload = msgspec.msgpack.encode(controller)

@@ -132,6 +132,7 @@ def _run_agent(options: Options, watcher: Watcher) -> None:
             started=time.time(),
             controller="",
             launch=where,
+            paced=plan.paced,
         )
         write_record(supervisor.folder, record)
         watcher.note(f"node {nodes.node_rank}: looking for {where}")

@@ -88,6 +88,11 @@ class Plan:
         ranks = self.groups * self.tensor_parallel
         return ranks if self.topology.schedule.in_lockstep else self.tensor_parallel
 
+    @property
+    def paced(self) -> str | None:
+        """What has to be said beside all figures, where ranks wait instead of computing."""
+        return None if self.pacing is None else self.pacing.note
+
     def environment_of(self, device: Slot | None) -> dict[str, str]:
         """What a rank on `device` has to have set, its mask included."""
         return {**self.environment, **mask_environment(device)}

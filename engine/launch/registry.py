@@ -25,7 +25,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     pid: of its supervisor. started: Unix seconds. url: where it serves HTTP, None if it does not.
     controllers: the ZeroMQ addresses of its controllers, one for each of its instances; controller:
-    the first. launch: of a node that is not node 0, where that is; it has no controller.
+    the first. launch: of a node that is not node 0, where that is; it has no controller. paced: as
+    in Snapshot.
     """
 
     name: str
@@ -39,6 +40,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     launch: str = ""
     url: str | None = None
     state: Literal["starting", "ready"] = "starting"
+    paced: str | None = None
 
     @property
     def folder(self) -> Path:

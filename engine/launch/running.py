@@ -252,6 +252,7 @@ def start_launch(
             controller=launch.instances[0].address,
             controllers=[instance.address for instance in launch.instances],
             url=None if listener is None else url_of(listener),
+            paced=plan.paced,
         )
         write_record(supervisor.folder, record)
         if nodes is not None and keys is not None:

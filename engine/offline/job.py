@@ -119,7 +119,7 @@ def run_job(options: Options, watcher: Watcher) -> Summary:
             dtype=plan.dtype,
             topology=plan.topology.source,
             output=output.name,
-            paced=None if plan.pacing is None else plan.pacing.note,
+            paced=plan.paced,
         )
 
 

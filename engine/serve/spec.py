@@ -72,7 +72,7 @@ def http_spec(plan: "Plan", *, host: str, port: int, api_key: str | None) -> Htt
         max_body_bytes=round(serve.max_body_mb * 1e6),
         body_timeout_s=serve.body_timeout_s,
         kv=_kv_folder(plan),
-        paced=None if plan.pacing is None else plan.pacing.note,
+        paced=plan.paced,
     )
 
 

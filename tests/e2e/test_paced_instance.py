@@ -12,6 +12,7 @@ from engine.control.messages import PrefillRequest, Snapshot
 from engine.hardware.load import load_hardware
 from engine.launch.checks import plan_of
 from engine.launch.pacing import LABEL
+from engine.launch.registry import list_instances
 from engine.launch.running import start_instance
 from engine.model.spans import Span
 from helpers.instances import collect, wait_for
@@ -52,10 +53,12 @@ def test_a_prompt_takes_what_its_layers_take() -> None:
         collect(client, 16)
         wait_for(lambda: sum(r.paced_seconds for r in snapshot(client).ranks) > 0, "no report")
         now = snapshot(client)
+        record = next(each for each in list_instances() if each.pid == os.getpid())
     assert results[0].token_id == 0
     assert LAYERS * layer <= took < 2 * LAYERS * layer + 0.5
     assert now.paced is not None
     assert now.paced.startswith(LABEL)
+    assert record.paced == now.paced
     assert all(0 <= rank.paced_seconds <= rank.busy_seconds for rank in now.ranks)
     for _, ranks in groupby(now.ranks, key=lambda rank: rank.id.role):
         assert sum(rank.paced_seconds for rank in ranks) > 0

@@ -90,6 +90,20 @@ def test_a_plan_of_devices_as_json(runtime: None) -> None:
     assert last["communicators_bytes"] == 32 * 2 * 20 * 2**20
 
 
+def test_a_paced_plan_says_so_at_every_rank(runtime: None) -> None:
+    words = ["--set", "attention.groups=2", "--set", "experts.ranks=3"]
+    result = CliRunner().invoke(app, ["check", "paced-d4e4", *words])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert [row[2] for row in rows if row[:1] in (["attention"], ["expert"])] == ["paced"] * 5
+    plan = json.loads(CliRunner().invoke(app, ["check", "paced-d4e4", *words, "--json"]).stdout)
+    assert {rank["device"] for rank in [*plan["ranks"], *plan["here"]]} == {"paced"}
+    assert plan["paced"] in plan["notes"]
+    plan = json.loads(CliRunner().invoke(app, ["check", "cpu-2a2e", "--json"]).stdout)
+    assert {rank["device"] for rank in plan["ranks"]} == {"cpu"}
+    assert plan["paced"] is None
+
+
 def test_a_plan_of_one_node_of_several(runtime: None) -> None:
     more = ["--nnodes", "4", "--node-rank", "3", "--set", "instances.count=2"]
     result = CliRunner().invoke(app, [*PLAN, *more])

@@ -276,6 +276,14 @@ def test_a_dry_run_shows_every_node_and_rank(dry_run: Invoke) -> None:
     assert "  controllers of instances 0 to 1, and HTTP" in lines
 
 
+def test_a_dry_run_shows_paced_ranks_as_such(dry_run: Invoke) -> None:
+    result = dry_run("paced-d4e4", "--port", "0")
+    assert result.exit_code == 0, result.output
+    assert "instance 0  attention 3  paced" in result.stdout
+    assert "  cpu" not in result.stdout
+    assert "note: paced: waits instead of computing" in result.stdout
+
+
 def test_a_dry_run_as_json_has_masks_and_environment(dry_run: Invoke) -> None:
     result = dry_run(
         *("d4-t4-e16", "--model", "qwen3-235b-a22b", "--nnodes", "2", "--json"),

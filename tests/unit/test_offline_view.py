@@ -35,6 +35,11 @@ def test_progress() -> None:
     )
 
 
+def test_progress_says_that_ranks_are_paced() -> None:
+    snapshot = Snapshot(True, 0, 0, 0, 0, [], paced="paced: it waits")
+    assert progress_text(Tally(), None, snapshot, now=1.0) == "paced | 0 prompts"
+
+
 @pytest.mark.parametrize("known", [600, 0])
 def test_progress_of_a_rerun_goes_by_its_own_rate(known: int) -> None:
     tally = Tally(bytes_before=known)

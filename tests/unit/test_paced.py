@@ -1,11 +1,15 @@
 """Paced ranks: what a topology may say of them, their plan, and how their time goes."""
 
+import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from asapctl.cli import app
 from engine.comm.routing import plan_dispatch
 from engine.control.messages import Progress, RankStatus
 from engine.control.statistics import Statistics
@@ -13,6 +17,7 @@ from engine.errors import UsageError
 from engine.hardware.load import load_hardware
 from engine.launch.checks import plan_of
 from engine.launch.pacing import LABEL, read_pacing
+from engine.launch.registry import InstanceRecord
 from engine.model.config import load_config
 from engine.model.spans import Span
 from engine.offline.stats import Tally, summarize
@@ -123,7 +128,8 @@ def test_a_plan_needs_a_config_alone_and_counts_no_weights(tmp_path: Path) -> No
         plan = plan_of("paced-d4e4", [], model)
         assert all(rank.weights_bytes == 0 for rank in plan.ranks)
         assert plan.pacing is not None
-        assert plan.notes[0] == plan.pacing.note
+        assert plan.notes[0] == plan.pacing.note == plan.paced
+        assert {rank.place for rank in plan.ranks} == {"paced"}
         assert not plan.config_only
     with pytest.raises(UsageError, match="safetensors"):
         plan_of("cpu", [], tmp_path)
@@ -137,6 +143,17 @@ def test_statistics_keep_what_was_to_be_spent_over_lives() -> None:
     statistics.progress(RankId("expert", 0, 1), Progress(1.0, 0, 0, paced_seconds=0.5), 12.0)
     status = statistics.complete_rank(RankStatus(id_, 1, True), 12.0, 4.0)
     assert (status.busy_seconds, status.paced_seconds) == (3.0, 2.0)
+
+
+def test_a_list_of_instances_says_that_ranks_are_paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    computing = InstanceRecord("one", 1, "launch", "/m", "t", 0.0, "ipc:///c", state="ready")
+    records = [computing, msgspec.structs.replace(computing, name="two", paced=LABEL)]
+    monkeypatch.setattr("engine.launch.registry.list_instances", lambda: records)
+    lines = CliRunner().invoke(app, ["ps"]).stdout.splitlines()
+    states = {line.split()[0]: "ready, paced" in line for line in lines if " launch " in line}
+    assert states == {"one": False, "two": True}
+    found = json.loads(CliRunner().invoke(app, ["ps", "--json"]).stdout)
+    assert [each["paced"] for each in found] == [None, LABEL]
 
 
 def test_a_summary_says_that_ranks_were_paced() -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from asapctl.keys import Key
 from asapctl.status_fleet import FleetView, Shown, fleet_health
+from asapctl.status_print import described
 from engine.control.messages import (
     Latency,
     Message,
@@ -77,6 +79,16 @@ def test_a_line_for_each_and_the_ranks_of_one() -> None:
     ]
     assert lines[6].startswith("demo 0  healthy  up 1 h 02 min")
     assert lines[-1].endswith("tab, 0-9 chooses")
+
+
+def test_the_sums_of_paced_ones_are_labelled() -> None:
+    record = msgspec.structs.replace(RECORD, paced="paced: it waits")
+    for height in (30, None):
+        title = FleetView().lines(record, THREE, 80, height)[0].plain
+        assert title.startswith("demo  degraded  paced  3 instances")
+    snapshots = [one.snapshot for one in THREE]
+    assert described(record, snapshots)["paced"] == "paced: it waits"
+    assert described(RECORD, snapshots)["paced"] is None
 
 
 def test_keys_choose() -> None:
