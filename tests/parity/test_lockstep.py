@@ -7,19 +7,18 @@ import pytest
 from helpers.instances import layout
 from helpers.parity import BATCHING, check_parity
 
-# Every policy meets every architecture, each of the variants once, and heads that are divided; the
-# chunks of every family alone are compared in one process. Odd numbers, so that some groups of a
+# Every policy meets grouped heads, latent attention and heads that are divided, and every family is
+# here; the chunks of each are compared in one process, too. Odd numbers, so that some groups of a
 # step have nothing to do; chunks that no prompt ends at.
 CASES = (
     ("sync-afd", 3, 2, 1, "shm", "qwen3_moe_tied"),
     ("sync-afd", 2, 3, 1, "gloo", "deepseek_v3"),
     ("sync-afd", 2, 4, 2, "shm", "mixtral"),
     ("sync", 3, 3, 1, "shm", "deepseek_v3_plain"),
-    ("sync", 1, 1, 1, "shm", "mixtral"),
+    ("sync", 1, 1, 1, "shm", "mixtral_window"),
     ("sync", 2, 4, 2, "shm", "qwen3_moe"),
-    ("sync-chunked", 3, 3, 1, "shm", "mixtral_window"),
-    ("sync-chunked", 2, 2, 1, "gloo", "deepseek_v3"),
-    ("sync-chunked", 2, 4, 2, "shm", "qwen3_moe_window"),
+    ("sync-chunked", 3, 3, 1, "shm", "deepseek_v3"),
+    ("sync-chunked", 2, 4, 2, "gloo", "qwen3_moe_window"),
 )
 
 
