@@ -63,6 +63,7 @@ def _draw_lengths(axes: Any, result: "Result") -> None:
     answered = [each for each in result.outcomes if each.answered]
     axes.scatter([each.tokens for each in answered], [each.ttft_s for each in answered], s=6)
     axes.set(xlabel="prompt (tokens)", ylabel="TTFT (s)", xscale="log")
+    _label(axes.xaxis)
     axes.set_ylim(bottom=0)
 
 
@@ -77,4 +78,15 @@ def _draw_rates(axes: Any, report: "Report") -> None:
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
     axes.axhline(report.slo_s, color="gray", linestyle="--", label="SLO")
     axes.set(xlabel="prompts/s", ylabel="TTFT (s)", xscale="log", yscale="log")
+    _label(axes.xaxis)
+    _label(axes.yaxis)
     axes.legend()
+
+
+def _label(axis: Any) -> None:
+    """Plain numbers on an axis of logarithms, few enough to be read."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())

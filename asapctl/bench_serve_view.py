@@ -102,11 +102,12 @@ def _table(summary: Summary) -> list[str]:
     has_slo = summary.slo_s is not None
     rows = [_row("TTFT", ["mean", "p50", "p90", "p99", *["in time"] * has_slo])]
     rows.append(_row("all", [*_cells(summary.ttft), *_share(summary.within_slo)]))
-    for each in summary.by_length if len(summary.by_length) > 1 else ():
+    if summary.by_length[0].least == summary.by_length[-1].most:  # one length
+        return rows
+    rows.append("by length in tokens, quarters of the prompts")
+    for each in summary.by_length:
         name = f"{each.least:,} to {each.most:,}"
         rows.append(_row(name, [*_cells(each.ttft), *_share(each.within_slo)]))
-    if len(rows) > 2:
-        rows.insert(2, "by length in tokens, quarters of the prompts")
     return rows
 
 
@@ -116,7 +117,8 @@ def _search_lines(report: Report) -> list[str]:
     for trial in sorted(report.trials, key=lambda trial: trial.rate):
         summary = trial.summary
         cells = [f"{summary.requests:,}", *_cells(summary.ttft), *_share(summary.within_slo)]
-        lines.append(_row(_rate(trial.rate), [*cells, ", ".join(trial.meets) or "-"]))
+        late = "  (late)" if trial.late else ""
+        lines.append(_row(_rate(trial.rate), [*cells, "+".join(trial.meets) or "-"]) + late)
     return [*lines, "", *(_highest_line(each, report) for each in report.highest)]
 
 
@@ -154,9 +156,10 @@ def _problem_lines(trials: Sequence[Measurement]) -> list[str]:
     late = [trial.summary for trial in trials if trial.late]
     if late:
         most = max(summary.late_most_s for summary in late)
+        where = f" in {plural(len(late), 'trial')}" if len(trials) > 1 else ""
         lines.append(
-            f"warning: prompts were sent up to {_ms(most)} late, as this machine was too busy; "
-            "TTFT holds that, so take these figures with care"
+            f"warning: prompts were sent up to {_ms(most)} late{where}, as this machine was too "
+            "busy; TTFT holds that, so take these figures with care"
         )
     return lines
 

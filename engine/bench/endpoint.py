@@ -74,7 +74,7 @@ async def in_time(answer: Awaitable[T], seconds: float, what: str) -> T:
 
 def reason_of(status: int, body: bytes) -> str:
     """An error's message, in the shapes of OpenAI and FastAPI, or how the answer begins."""
-    text = body[:400].decode(errors="replace")
+    text = body[:80].decode(errors="replace")
     try:
         document = msgspec.json.decode(body)
     except ValueError:
@@ -83,7 +83,8 @@ def reason_of(status: int, body: bytes) -> str:
         error = document.get("error", document)
         message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
         text = message if isinstance(message, str) else text
-    return f"HTTP {status}: {plain(text, 200)}" if text else f"HTTP {status}"
+    text = plain(" ".join(text.split()), 200)
+    return f"HTTP {status}: {text}" if text else f"HTTP {status}"
 
 
 def _endpoint(model: _Model) -> Endpoint:

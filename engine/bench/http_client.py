@@ -4,6 +4,7 @@ A connection that has answered is used again, the youngest first.
 """
 
 import asyncio
+import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def parse_url(text: str) -> Address:
         raise UsageError(f"{plain(text)}: {error}; {_NO_ENDPOINT}") from None
     path = parts.path.rstrip("/").removesuffix("/v1")
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise UsageError(f"{plain(text)} is no address of an endpoint; {_NO_ENDPOINT}")
+        raise UsageError(f"{plain(text)} is no http:// or https:// address; {_NO_ENDPOINT}")
     if parts.username is not None or not (host + path).isascii() or not (host + path).isprintable():
         raise UsageError(f"{plain(text)}: a name, or a character, that has no place in it")
     is_tls = parts.scheme == "https"
@@ -117,10 +118,16 @@ class HttpClient:
                 server_hostname=address.host if address.is_tls else None,
             )
         except (OSError, ssl.SSLError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise RunError(f"cannot connect to {address.url}: {reason}") from None
+            raise RunError(f"cannot connect to {address.url}: {_reason(error)}") from None
         self._host = connection.peer_host or self._host
         return connection
+
+
+def _reason(error: Exception) -> str:
+    """asyncio's own words name the address once more."""
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)
+    return getattr(error, "strerror", None) or str(error)
 
 
 class _UnusedError(Exception):
