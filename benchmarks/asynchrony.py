@@ -183,11 +183,8 @@ def main() -> None:
     rounds = options.rounds
     if options.quick:
         seconds, rounds = seconds / 2, 1
-    made = (
-        paced(seconds, options.quick)
-        if options.what == "paced"
-        else on_cpu(seconds, options.quick, options.cache)
-    )
+    comparison = paced if options.what == "paced" else on_cpu
+    made = comparison(seconds, options.quick, options.cache)
     if options.policies:
         names = options.policies.split(",")
         if not {"asap", "sync"} <= set(names) <= set(made.layouts):

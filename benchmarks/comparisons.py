@@ -1,9 +1,11 @@
 """What is compared: each policy's layouts, and the load, paced and on the CPU."""
 
+import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import topologies
 from benchmarks import models
 from benchmarks.contenders import Layout, time_alone
 from benchmarks.offered import Load
@@ -11,8 +13,10 @@ from engine.hardware.load import load_hardware
 from engine.launch.pacing import LABEL
 from engine.traffic.lengths import Lognormal
 
-_PACED_LAYERS = 6  # of the model of paced-d4e4
-_PACED_FASTER = 5  # than the table: loads last many times the target, and the machine keeps up
+# The fewer layers, the longer each, and the smaller this machine's own share of it; and the more
+# of a batch's time asap spends at its ends, where its lanes do not overlap.
+_PACED_LAYERS = 3
+_PACED_FASTER = 3  # than the table, so that a load lasts many times the target
 _PACED_SLO_S = 5.0  # the paper's
 _ASAP_WAIT_MS = 20  # for company
 
@@ -30,18 +34,18 @@ class Comparison:
     first_rate: float
 
 
-def paced(seconds: float, quick: bool) -> Comparison:
+def paced(seconds: float, quick: bool, cache: Path) -> Comparison:
     """D4 E4 against 8 devices that do both, at the paper's costs, lengths and target."""
+    model = _paced_model(_PACED_LAYERS, cache)
     hardware = load_hardware("cloudmatrix384")
     scale = hardware.layers / _PACED_LAYERS / _PACED_FASTER
     fixed = (f"paced.scale={scale}", f"schedule.max_wait_ms={_ASAP_WAIT_MS / _PACED_FASTER}")
-    budgets = (8192,) if quick else (8192, 16384, 4096)
 
-    def made(policy: str, groups: int, ranks: int, key: str) -> list[Layout]:
+    def made(policy: str, groups: int, ranks: int, key: str, *budgets: int) -> list[Layout]:
         sides = (f"attention.groups={groups}", f"experts.ranks={ranks}")
         return [
-            Layout(policy, "paced-d4e4", (*sides, f"schedule.{key}={budget}"), fixed=fixed)
-            for budget in budgets
+            Layout(policy, "paced-d4e4", (*sides, f"schedule.{key}={budget}"), model, fixed)
+            for budget in budgets[: 1 if quick else None]
         ]
 
     return Comparison(
@@ -56,10 +60,10 @@ def paced(seconds: float, quick: bool) -> Comparison:
             "lengths: lognormal, mean 5,000, sigma 1.0, from 31 to 32,768; Poisson arrivals",
         ),
         layouts={
-            "asap": made("asap", 4, 4, "max_batch_tokens"),
-            "sync": made("sync", 8, 8, "max_batch_tokens"),
-            "sync-chunked": made("sync-chunked", 8, 8, "chunk_tokens"),
-            "sync-afd": made("sync-afd", 4, 4, "max_batch_tokens"),
+            "asap": made("asap", 4, 4, "max_batch_tokens", 8192, 16384),
+            "sync": made("sync", 8, 8, "max_batch_tokens", 8192, 16384),
+            "sync-chunked": made("sync-chunked", 8, 8, "chunk_tokens", 4096, 8192),
+            "sync-afd": made("sync-afd", 4, 4, "max_batch_tokens", 8192, 16384),
         },
         load=Load(
             seconds,
@@ -109,3 +113,14 @@ def on_cpu(seconds: float, quick: bool, cache: Path) -> Comparison:
         load=replace(load, slo_s=10 * alone),
         first_rate=1 / alone,
     )
+
+
+def _paced_model(layers: int, cache: Path) -> Path:
+    """A folder with the config of paced-d4e4's model, of so many layers."""
+    packaged = Path(topologies.__file__).parent / "models" / "paced" / "config.json"
+    config = json.loads(packaged.read_text(encoding="utf-8"))
+    folder = cache / "models" / f"paced-{layers}"
+    folder.mkdir(parents=True, exist_ok=True)
+    config["num_hidden_layers"] = layers
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder

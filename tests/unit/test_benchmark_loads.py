@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,8 +95,8 @@ def test_a_layout_may_never_meet_the_target_but_not_all_of_a_policy() -> None:
         best_layouts([hopeless], FakeLoad(), 5.0, lambda text: None)
 
 
-def test_paced_loads_say_what_they_are_and_no_layout_is_tried_twice() -> None:
-    comparison = paced(10.0, quick=False)
+def test_paced_loads_say_what_they_are_and_no_layout_is_tried_twice(tmp_path: Path) -> None:
+    comparison = paced(10.0, quick=False, cache=tmp_path)
     assert comparison.notes[0].startswith("paced: waits instead of computing")
     assert {"asap", "sync", "sync-chunked", "sync-afd"} == set(comparison.layouts)
     for policy, layouts in comparison.layouts.items():
@@ -103,7 +104,7 @@ def test_paced_loads_say_what_they_are_and_no_layout_is_tried_twice() -> None:
             plan_of(
                 layout.topology,
                 [f"schedule.policy={policy}", *layout.fixed, *layout.overrides],
-                None,
+                layout.model,
             )
             for layout in layouts
         ]
