@@ -26,6 +26,7 @@ class ServeView(LiveLines):
 
     def __init__(self) -> None:
         super().__init__(_REDRAW_S)
+        self._mark = ""
 
     def step(self, text: str) -> None:
         self.draw(text)
@@ -33,15 +34,14 @@ class ServeView(LiveLines):
     def progress(self, duration_s: float, recorder: Recorder) -> None:
         done = recorder.outcomes
         answered = [each.ttft_s for each in done if each.answered]
-        text = f"{recorder.elapsed_s:.0f} of {duration_s:.0f} s: {recorder.sent} sent, "
+        text = f"{self._mark}{recorder.elapsed_s:.0f} of {duration_s:.0f} s: {recorder.sent} sent, "
         text += f"{len(answered)} answered, {len(done) - len(answered)} failed"
         if answered:
             text += f"; TTFT {seconds(sum(answered) / len(answered))} in the mean"
         self.draw(text)
 
     def endpoint(self, endpoint: Endpoint, prompts: Prompts) -> None:
-        if endpoint.paced is not None:
-            self.note(plain(endpoint.paced, 400))
+        self._mark = "" if endpoint.paced is None else "paced, "
         if prompts == "text":
             self.note("the endpoint takes no token ids: lengths are those of text, and not exact")
 
@@ -50,7 +50,7 @@ class ServeView(LiveLines):
         what = "all failed" if ttft is None else f"{_ms(ttft.mean)} mean, {_ms(ttft.p99)} p99"
         met = " and ".join(measurement.meets)
         verdict = f"the {met} within the SLO" if met else "too much"
-        self.note(f"{_rate(measurement.rate)}: {what}: {verdict}")
+        self.note(f"{self._mark}{_rate(measurement.rate)}: {what}: {verdict}")
 
 
 def print_report(report: Report, as_json: bool) -> None:
