@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.architecture import GroupedQuery, ModelConfig
@@ -20,6 +19,7 @@ from engine.model.gqa import GroupedQueryAttention
 from engine.model.kv import PromptKV
 from engine.model.layers import GatedMLP, RMSNorm
 from engine.model.mla import LatentAttention
+from engine.model.products import Linear, linear
 from engine.model.rope import Rotation, rotation
 from engine.model.router import Gate
 from engine.model.sharding import shard_config
@@ -51,7 +51,7 @@ class AttentionModel(nn.Module):
         self.lm_head = (
             None
             if config.tied_embeddings
-            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            else Linear(config.hidden_size, config.vocab_size, bias=False)
         )
         self.requires_grad_(False)
 
@@ -144,7 +144,7 @@ class AttentionModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, H] after the last layer -> [M, V] float32."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(self.model.norm(hidden), head.weight).float()
+        return linear(self.model.norm(hidden), head.weight).float()
 
     def _block(self, layer: int) -> "_Block":
         block = self.model.layers[layer]

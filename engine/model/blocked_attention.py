@@ -2,17 +2,17 @@
 
 A block attends to no key that all of its queries precede, so half of the scores are never taken,
 and the query heads that share keys are the rows of one product. torch's fused kernel on CPUs splits
-into smaller products, and takes 1.05 to 1.6 times as long up to 4,096 keys (docs/performance.md).
+into smaller products, and takes longer up to 8,192 keys (docs/performance.md).
 """
 
 import torch
 from torch import Tensor
 
+from engine.model.products import linear
+
 MOST_KEYS = 8192  # beyond, the fused kernel is as fast and holds fewer scores
-_ROWS = 64
-_SCORES = (
-    1 << 20
-)  # held at once, unless one group of heads has more: 4 MiB, so that they stay in cache
+_ROWS = 256  # of a product: queries times the heads that share keys
+_QUERIES = 64  # at least, however many heads share keys
 
 
 def blocked_attention(
@@ -24,27 +24,26 @@ def blocked_attention(
     rows, heads, width = query.shape
     keys, kv_heads, value_width = value.shape
     group = heads // kv_heads
+    size = max(_QUERIES, _ROWS // group)
     k, v = key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous()
     q = (query * scale).view(rows, kv_heads, group, width).permute(1, 2, 0, 3)
     out = query.new_empty(rows, heads, value_width)
     by_group = out.view(rows, kv_heads, group, value_width).permute(1, 2, 0, 3)
-    future = torch.ones(_ROWS, _ROWS, dtype=torch.bool, device=query.device).triu_(1)
-    for begin in range(0, rows, _ROWS):
-        end = min(begin + _ROWS, rows)
+    future = torch.ones(size, size, dtype=torch.bool, device=query.device).triu_(1)
+    for begin in range(0, rows, size):
+        end = min(begin + size, rows)
         count, first, last = end - begin, keys - rows + begin, keys - rows + end
         low = 0 if window is None else max(0, first - window + 1)
-        together = max(1, _SCORES // (group * count * (last - low)))
-        for head in range(0, kv_heads, together):
-            part = slice(head, head + together)
-            block = q[part, :, begin:end].reshape(-1, group * count, width)
-            scores = torch.bmm(block, k[part, low:last].transpose(1, 2))
-            by_row = scores.view(-1, group, count, last - low)
+        for head in range(kv_heads):
+            block = q[head, :, begin:end].reshape(group * count, width)
+            scores = linear(block, k[head, low:last])
+            by_row = scores.view(group, count, last - low)
             by_row[..., first - low :].masked_fill_(future[:count, :count], float("-inf"))
             if window is not None:
                 by_row.masked_fill_(_forgotten(first, last, low, window, query), float("-inf"))
             torch.softmax(scores, -1, out=scores)
-            mixed = torch.bmm(scores, v[part, low:last])
-            by_group[part, :, begin:end] = mixed.view(-1, group, count, value_width)
+            mixed = linear(scores, v[head, low:last].T)
+            by_group[head, :, begin:end] = mixed.view(group, count, value_width)
     return out
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from engine.device.fused import ExpertTables, fused
 from engine.model.architecture import ModelConfig
+from engine.model.products import linear
 
 Shape3: TypeAlias = tuple[int, int, int]
 
@@ -96,5 +97,5 @@ class _Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(down))
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down_proj[expert])
+        gate, up = linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return linear(F.silu(gate) * up, self.down_proj[expert])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from engine.model.architecture import GroupedQuery, ModelConfig
 from engine.model.kv import PromptKV
 from engine.model.layers import RMSNorm
+from engine.model.products import Linear
 from engine.model.rope import Rotation, rotate
 from engine.model.spans import Span, attend
 
@@ -20,10 +21,10 @@ class GroupedQueryAttention(nn.Module):
         self.shape = shape
         self.window = config.sliding_window(layer)
         self.interleaved = config.rope.interleaved
-        self.q_proj = nn.Linear(hidden, shape.heads * width, bias=shape.bias)
-        self.k_proj = nn.Linear(hidden, shape.kv_heads * width, bias=shape.bias)
-        self.v_proj = nn.Linear(hidden, shape.kv_heads * width, bias=shape.bias)
-        self.o_proj = nn.Linear(shape.heads * width, hidden, bias=shape.bias)
+        self.q_proj = Linear(hidden, shape.heads * width, bias=shape.bias)
+        self.k_proj = Linear(hidden, shape.kv_heads * width, bias=shape.bias)
+        self.v_proj = Linear(hidden, shape.kv_heads * width, bias=shape.bias)
+        self.o_proj = Linear(shape.heads * width, hidden, bias=shape.bias)
         self.q_norm = RMSNorm(width, config.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(width, config.norm_eps) if shape.qk_norm else None
 

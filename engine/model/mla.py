@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.model.architecture import Latent, ModelConfig
 from engine.model.kv import PromptKV
 from engine.model.layers import RMSNorm
+from engine.model.products import Linear
 from engine.model.rope import Rotation, rotate
 from engine.model.spans import Span, attend
 
@@ -29,17 +30,17 @@ class LatentAttention(nn.Module):
         self.window = config.sliding_window(layer)
         self.interleaved = config.rope.interleaved
         if shape.q_rank is None:
-            self.q_proj = nn.Linear(hidden, query_width, bias=False)
+            self.q_proj = Linear(hidden, query_width, bias=False)
         else:
-            self.q_a_proj = nn.Linear(hidden, shape.q_rank, bias=shape.bias)
+            self.q_a_proj = Linear(hidden, shape.q_rank, bias=shape.bias)
             self.q_a_layernorm = RMSNorm(shape.q_rank, _LATENT_EPS)
-            self.q_b_proj = nn.Linear(shape.q_rank, query_width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, shape.kv_rank + shape.rope_dim, bias=shape.bias)
+            self.q_b_proj = Linear(shape.q_rank, query_width, bias=False)
+        self.kv_a_proj_with_mqa = Linear(hidden, shape.kv_rank + shape.rope_dim, bias=shape.bias)
         self.kv_a_layernorm = RMSNorm(shape.kv_rank, _LATENT_EPS)
-        self.kv_b_proj = nn.Linear(
+        self.kv_b_proj = Linear(
             shape.kv_rank, shape.heads * (shape.nope_dim + shape.value_dim), bias=False
         )
-        self.o_proj = nn.Linear(shape.heads * shape.value_dim, hidden, bias=shape.bias)
+        self.o_proj = Linear(shape.heads * shape.value_dim, hidden, bias=shape.bias)
 
     def forward(
         self, x: Tensor, rotation: Rotation, spans: Sequence[Span], kvs: Sequence[PromptKV]

@@ -1,11 +1,11 @@
 """Which experts a token goes to, and with what weights. In float32 whatever the model's dtype."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.device.fused import fused
 from engine.model.architecture import ModelConfig, Router
+from engine.model.products import linear
 
 
 class Gate(nn.Module):
@@ -23,7 +23,7 @@ class Gate(nn.Module):
             self.e_score_correction_bias = nn.Buffer(torch.zeros(config.experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x.float(), self.weight)
+        logits = linear(x.float(), self.weight)
         bias = self.e_score_correction_bias if self.router.kind == "sigmoid" else None
         if (gate := fused(x.device).gate) is not None:
             chosen = gate(logits, self.router, bias)

@@ -112,7 +112,7 @@ def test_attention_of_a_span(
     """In float32 by blocks, otherwise by torch's fused kernel."""
     monkeypatch.setattr(spans, "_BLOCK", 6)
     monkeypatch.setattr(blocked_attention, "_ROWS", 6)
-    monkeypatch.setattr(blocked_attention, "_SCORES", 100)  # one group of heads at a time, mostly
+    monkeypatch.setattr(blocked_attention, "_QUERIES", 3)
     torch.manual_seed(rows * keys)
     shapes = (rows, 4, 8), (keys, 2, 8), (keys, 2, 5)
     query, key, value = (torch.randn(shape, dtype=dtype) for shape in shapes)
