@@ -19,6 +19,7 @@ from engine.launch.running import start_instance
 STEP = 1.2  # between the rates that are tried
 _TOLERANCE = STEP - 1 + 1e-6
 _FAR = STEP**4  # a stride where nothing is known yet
+_NEARER = STEP**2  # where the other judge's limit is
 _MOST_TRIALS = 16
 _SNAPSHOT_S = 10.0
 _ALONE = 5
@@ -128,7 +129,8 @@ def best_layouts(
                     row[judge] = f"less than {leader.met:.2f}/s"
                     continue
                 known = leader or best.get("mean")
-                limit = probe.limit(judge, known.met if known else near, STEP if known else _FAR)
+                stride = STEP if leader else _NEARER if known else _FAR
+                limit = probe.limit(judge, known.met if known else near, stride)
                 row[judge] = f"{limit.rate:.2f}/s" if limit.rate else "never"
                 if limit.rate > (leader.rate if leader else 0.0):
                     best[judge] = limit
