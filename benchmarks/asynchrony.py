@@ -31,7 +31,7 @@ from engine.control.perfetto import to_perfetto
 
 _TRACE_S = 2.0
 _TRACE_SHARE = 0.9  # of sync's highest rate
-_SHARES = (0.6,)  # of sync's highest rate, where TTFT is looked at
+_SHARE = 0.6  # of sync's highest rate, where TTFT is looked at
 _DURATION_S = {"paced": 12.0, "cpu": 20.0}
 
 
@@ -44,26 +44,32 @@ class Cell:
 
 
 def compare(
-    comparison: Comparison, rounds: int, traces: Path | None, say: Callable[[str], None]
-) -> str:
-    """Markdown: the layouts that were searched, the highest rates, and TTFT at a part of sync's."""
+    comparison: Comparison,
+    rounds: int,
+    traces: Path | None,
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+) -> None:
+    """Writes markdown as it is known: the layouts that were searched, the highest rates, and TTFT
+    at a part of sync's.
+    """
     load = comparison.load
-    parts = [report.header(comparison.title), *(f"- {note}" for note in comparison.notes)]
-    parts += [
-        f"- target: {load.slo_s:.3f} s; a load: {load.seconds:g} s; {rounds} rounds, in each of "
+    write(report.header(comparison.title))
+    for note in (
+        *comparison.notes,
+        f"target: {load.slo_s:.3f} s; a load: {load.seconds:g} s; {rounds} rounds, in each of "
         "which all get the same prompts; median (lowest to highest)",
-        f"- rates: loads {STEP - 1:.0%} apart, and between the last that meets the target and the "
+        f"rates: loads {STEP - 1:.0%} apart, and between the last that meets the target and the "
         "next by the logarithm of TTFT",
-        "",
-        "Layouts: what each policy was tried on, and its highest rate by mean and by p99.",
-        "",
-    ]
+    ):
+        write(f"- {note}")
+    write("\nLayouts: what each policy was tried on, and its highest rate by mean and by p99.\n")
     best: dict[str, dict[str, Limit]] = {}
     near = comparison.first_rate
     for policy, layouts in comparison.layouts.items():
         best[policy], rows = best_layouts(layouts, load, near, say)
         near = best[policy]["mean"].met
-        parts += [report.table(rows)]
+        write(report.table(rows))
     seeds = {policy: iter(range(rounds)) for policy in best}
 
     def measured(policy: str) -> Callable[[], dict[str, float]]:
@@ -75,29 +81,23 @@ def compare(
         return run
 
     highest = report.alternate({policy: measured(policy) for policy in best}, rounds)
-    parts += ["Highest rates in prompts a second, each on its best layout.", ""]
-    parts += [_limits_table(highest)]
+    write("Highest rates in prompts a second, each on its best layout.\n")
+    write(_limits_table(highest))
     base = statistics.median(found["mean"] for found in highest["sync"])
     chosen = {policy: found["mean"].layout for policy, found in best.items()}
-    for share in _SHARES:
-        rate = share * base
-        say(f"TTFT at {rate:.2f}/s")
-        cells = report.alternate(
-            {policy: _measure(layout, load, rate, rounds) for policy, layout in chosen.items()},
-            rounds,
-        )
-        parts += [
-            f"TTFT at {rate:.2f} prompts a second, {share:.0%} of sync's highest by mean.",
-            "",
-        ]
-        parts += [_ttft_table(cells)]
+    rate = _SHARE * base
+    say(f"TTFT at {rate:.2f}/s")
+    cells = report.alternate(
+        {policy: _measure(layout, load, rate, rounds) for policy, layout in chosen.items()}, rounds
+    )
+    write(f"TTFT at {rate:.2f} prompts a second, {_SHARE:.0%} of sync's highest by mean.\n")
+    write(_ttft_table(cells))
     if traces is not None:
         rate = _TRACE_SHARE * base
         for policy, layout in chosen.items():
             path = traces / f"{policy}.json"
             path.write_bytes(msgspec.json.encode(_trace(layout, load, rate, comparison.notes)))
-            parts += [f"- trace of {policy} at {rate:.2f}/s: {path}"]
-    return "\n".join(parts)
+            write(f"- trace of {policy} at {rate:.2f}/s: {path}")
 
 
 def _measure(layout: Layout, load: Load, rate: float, rounds: int) -> Callable[[], Cell]:
@@ -192,7 +192,13 @@ def main() -> None:
         made = replace(made, layouts={name: made.layouts[name] for name in names})
     if options.traces is not None:
         options.traces.mkdir(parents=True, exist_ok=True)
-    print(compare(made, rounds, options.traces, lambda text: print(text, file=sys.stderr)))
+    compare(
+        made,
+        rounds,
+        options.traces,
+        write=lambda text: print(text, flush=True),
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter):
