@@ -105,8 +105,8 @@ def serve(
     with ServeView() as view:
         result = run_serve(options, offered, view)
     print_report(result.report, as_json)
-    if path is not None:
-        write_plot(result, path)
+    if path is not None and not write_plot(result, path):
+        typer.echo(f"{path} was not written: no prompt was answered", err=True)
     if result.report.interrupted:
         raise typer.Exit(128 + signal.SIGINT)
 

@@ -27,13 +27,13 @@ def check_plot(text: str) -> Path:
     return path
 
 
-def write_plot(result: "Result", path: Path) -> None:
-    """Writes a PNG; nothing where nothing was measured. Raises RunError."""
+def write_plot(result: "Result", path: Path) -> bool:
+    """Writes a PNG. False: nothing was answered, so there is nothing to draw. Raises RunError."""
     from matplotlib.figure import Figure
 
     report = result.report
-    if not report.trials:
-        return
+    if not any(trial.summary.answered for trial in report.trials):
+        return False
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     if report.paced is not None:
         figure.suptitle(report.paced, fontsize="x-small", wrap=True)
@@ -47,6 +47,7 @@ def write_plot(result: "Result", path: Path) -> None:
         figure.savefig(path, dpi=_DPI, format="png")
     except OSError as error:
         raise RunError(f"--plot {path}: cannot be written: {error.strerror}") from None
+    return True
 
 
 def _draw_shares(axes: Any, result: "Result") -> None:

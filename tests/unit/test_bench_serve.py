@@ -260,10 +260,12 @@ def test_what_a_search_shows() -> None:
 def test_pictures(tmp_path: Path) -> None:
     path = check_plot(str(tmp_path / "a.png"))
     for is_search in (False, True):
-        write_plot(Result(report(is_search=is_search), [Outcome(0, 5, 0, 0.1)]), path)
+        assert write_plot(Result(report(is_search=is_search), [Outcome(0, 5, 0, 0.1)]), path)
         assert path.read_bytes().startswith(b"\x89PNG")
         path.unlink()
-    write_plot(Result(report(trials=[]), []), path)
+    failed = measured([Outcome(0, 5, 0, 0.1, "no")], 1.0, 0, 0.5)
+    for trials in ([], [failed]):
+        assert not write_plot(Result(report(is_search=True, trials=trials), []), path)
     assert not path.exists()
 
 
