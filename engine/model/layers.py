@@ -19,8 +19,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if (norm := fused(x.device).rms_norm) is not None:
             return norm(x, self.weight, self.eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = F.rms_norm(x.float(), self.weight.shape, eps=self.eps)
         return self.weight * wide.to(x.dtype)
 
 

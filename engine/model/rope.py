@@ -45,7 +45,11 @@ def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
         return turn(x, rotation.cos, rotation.sin, interleaved)
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    left, right = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
+    return out
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
