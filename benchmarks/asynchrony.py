@@ -31,8 +31,9 @@ from engine.control.perfetto import to_perfetto
 
 _TRACE_S = 2.0
 _TRACE_SHARE = 0.9  # of sync's highest rate
+_SEARCH_SHARE = 0.5  # of a load, for choosing a layout
 _SHARE = 0.6  # of sync's highest rate, where TTFT is looked at
-_DURATION_S = {"paced": 12.0, "cpu": 20.0}
+_DURATION_S = {"paced": 10.0, "cpu": 12.0}
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,21 @@ def compare(
     write(report.header(comparison.title))
     for note in (
         *comparison.notes,
-        f"target: {load.slo_s:.3f} s; a load: {load.seconds:g} s; {rounds} rounds, in each of "
+        f"target: {load.slo_s:.3f} s; a load: {load.seconds:g} s; rounds: {rounds}, in each of "
         "which all get the same prompts; median (lowest to highest)",
         f"rates: loads {STEP - 1:.0%} apart, and between the last that meets the target and the "
         "next by the logarithm of TTFT",
     ):
         write(f"- {note}")
-    write("\nLayouts: what each policy was tried on, and its highest rate by mean and by p99.\n")
+    search = replace(load, seconds=_SEARCH_SHARE * load.seconds)
+    write(
+        "\nLayouts: what each policy was tried on, and its highest rate by mean and by p99, from "
+        f"loads of {search.seconds:g} s.\n"
+    )
     best: dict[str, dict[str, Limit]] = {}
     near = comparison.first_rate
     for policy, layouts in comparison.layouts.items():
-        best[policy], rows = best_layouts(layouts, load, near, say)
+        best[policy], rows = best_layouts(layouts, search, near, say)
         near = best[policy]["mean"].met
         write(report.table(rows))
     seeds = {policy: iter(range(rounds)) for policy in best}
@@ -168,7 +173,7 @@ def main() -> None:
         "--duration",
         type=float,
         metavar="S",
-        help="of each load (default: 12 paced, 20 cpu); the longer, the less a queue that only "
+        help="of each load (default: 10 paced, 12 cpu); the longer, the less a queue that only "
         "grows is taken for one that lasts",
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N")

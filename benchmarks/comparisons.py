@@ -86,7 +86,7 @@ def on_cpu(seconds: float, quick: bool, cache: Path) -> Comparison:
     def batches(policy: str, key: str, *tokens: int) -> list[Layout]:
         return [made(policy, 2, 2, f"schedule.{key}={count}") for count in tokens]
 
-    others = [(1, 1), (2, 1), (1, 2)]
+    others = [(1, 1), (1, 2)]
     layouts = {
         "asap": [
             *batches("asap", "min_batch_tokens", 512, 2048),
