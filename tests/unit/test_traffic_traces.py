@@ -1,5 +1,5 @@
-"""Traces of requests: what their lines mean, and which are refused. The lines are the beginnings of
-public traces.
+"""Traces of requests: what their lines mean, and which are refused. The lines are shaped as those
+of the public traces.
 """
 
 import gzip
