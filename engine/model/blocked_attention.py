@@ -26,7 +26,7 @@ def blocked_attention(
     group = heads // kv_heads
     size = max(_QUERIES, _ROWS // group)
     k, v = key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous()
-    q = (query * scale).view(rows, kv_heads, group, width).permute(1, 2, 0, 3)
+    q = query.view(rows, kv_heads, group, width).permute(1, 2, 0, 3)
     out = query.new_empty(rows, heads, value_width)
     by_group = out.view(rows, kv_heads, group, value_width).permute(1, 2, 0, 3)
     future = torch.ones(size, size, dtype=torch.bool, device=query.device).triu_(1)
@@ -34,9 +34,9 @@ def blocked_attention(
         end = min(begin + size, rows)
         count, first, last = end - begin, keys - rows + begin, keys - rows + end
         low = 0 if window is None else max(0, first - window + 1)
+        block = q[:, :, begin:end].clone(memory_format=torch.contiguous_format).mul_(scale)
         for head in range(kv_heads):
-            block = q[head, :, begin:end].reshape(group * count, width)
-            scores = linear(block, k[head, low:last])
+            scores = linear(block[head].view(group * count, width), k[head, low:last])
             by_row = scores.view(group, count, last - low)
             by_row[..., first - low :].masked_fill_(future[:count, :count], float("-inf"))
             if window is not None:

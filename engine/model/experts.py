@@ -13,7 +13,7 @@ from engine.model.products import linear
 
 # The library that multiplies prepares a kernel for each number of rows that it has not seen: 0.3 ms,
 # where a product takes 1. So products have multiples of so many rows.
-_ROWS = 32
+_ROWS = 16
 
 Shape3: TypeAlias = tuple[int, int, int]
 
