@@ -64,7 +64,8 @@ def compare(name: str, rounds: int, cache: Path, overrides: list[str]) -> dict[s
         "peak GFLOP/s": report.median_range([each / 1e9 for each in found["peak"]], 1),
         "share of peak": report.ratio_range(reached, found["peak"]),
         "same first tokens": f"{same} of {len(prompts)}",
-        "layout": f"{plan.groups} attention, {len(plan.experts)} expert ranks, batches from {least} tokens",
+        "layout": f"{plan.groups} attention, {len(plan.experts)} expert ranks, "
+        f"batches from {least} tokens",
     }
 
 

@@ -224,8 +224,8 @@ class Controller:
         return self.statistics.complete(snapshot, now)
 
     def _aggregate(self) -> None:
-        """Tells the policy what the expert ranks have measured. It holds for as long as the instance
-        lives: a rank that is started again changes nothing.
+        """Tells the policy what the expert ranks have measured, for as long as the instance lives:
+        a rank that is started again changes nothing.
         """
         found = [r.inflection_tokens for r in self._ranks.values() if r.inflection_tokens]
         if self._min_batch_tokens is None and found:

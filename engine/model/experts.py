@@ -11,8 +11,8 @@ from engine.device.fused import ExpertTables, fused
 from engine.model.architecture import ModelConfig
 from engine.model.products import linear
 
-# The library that multiplies prepares a kernel for each number of rows that it has not seen: 0.3 ms,
-# where a product takes 1. So products have multiples of so many rows.
+# oneDNN prepares a kernel for each number of rows that it has not met lately: 0.3 ms, where the
+# product itself takes 1. So products have multiples of so many rows.
 _ROWS = 16
 
 Shape3: TypeAlias = tuple[int, int, int]
@@ -105,4 +105,4 @@ class _Experts(nn.Module):
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
         gate, up = linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
-        return linear(F.silu(gate) * up, self.down_proj[expert])
+        return linear(F.silu(gate).mul_(up), self.down_proj[expert])

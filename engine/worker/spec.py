@@ -29,9 +29,10 @@ class RankSpec(msgspec.Struct, frozen=True):
     groups counts. turns: where each member of the group hears whose turn it is. environment: to be
     set before the device is opened, its mask included. listens: the first descriptor after the
     black box is a socket that is bound at `bell`. keys: of a launch over several nodes. address: of
-    this node. find_inflection: the most tokens of a batch, where an expert rank is to measure how
-    few of them pay. hardware: by whose times to wait instead of computing. senders: how many attention
+    this node. hardware: by whose times to wait instead of computing. senders: how many attention
     ranks' dispatches are one work item. core: the only one that this rank may run on.
+    find_inflection: the most tokens of a batch, where an expert rank measures from how many on
+    they pay.
     """
 
     id: RankId
