@@ -2,8 +2,8 @@
 
     python -m benchmarks.growth [--counts 100,1000,10000,50000] [--quick]
 
-- By number: `asapctl prefill` on a file of so many prompts, lognormal lengths (mean 512, sigma 1.0,
-  at most 4,096), with the demo model: tokens/s without loading, and the most memory of all
+- By number: `asapctl prefill` on a file of so many prompts, lognormal lengths (mean 128, sigma 1.0,
+  at most 1,024), with the demo model: tokens/s without loading, and the most memory of all
   processes together. It is the same work a prompt, so both should stay as they are.
 - By length: rounds of prompts of one length. Beside it attention's own curve: what attention alone
   takes in plain processes on the same cores, plus, for each token, what all else takes (one number
@@ -22,16 +22,17 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import models, programs, report
-from benchmarks.offered import lognormal
-from benchmarks.plain import PlainProcesses, engine_batches
+from benchmarks.plain import PlainProcesses, engine_batches, least_batch
 from engine.bench.rounds import run_round
 from engine.bench.workload import random_prompts
 from engine.launch.checks import plan_of
 from engine.launch.running import start_instance
 from engine.offline.job import window_of
+from engine.traffic.lengths import parse_lengths
 
 _COUNTS = (100, 1_000, 10_000, 50_000)
 _LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LENGTHS_SPEC = "lognormal:mean=128,sigma=1.0,max=1024"
 _VOCABULARY = 256  # the demo model's, and every larger one's
 _SAMPLE_S = 0.5
 
@@ -60,14 +61,12 @@ def by_number(counts: list[int], model: str, rounds: int) -> str:
 
 def _write(path: Path, count: int) -> int:
     """Returns how many tokens it wrote."""
-    rng, length = random.Random(0), lognormal(512, 1.0, 1, 4096)
-    total = 0
+    lengths = parse_lengths(_LENGTHS_SPEC).sample(random.Random(0), count)
     with path.open("w", encoding="ascii") as file:
-        for number in range(count):
-            (prompt,) = random_prompts([length(rng)], _VOCABULARY, seed=number)
+        for number, length in enumerate(lengths):
+            (prompt,) = random_prompts([length], _VOCABULARY, seed=number)
             file.write(json.dumps({"id": str(number), "prompt_token_ids": prompt}) + "\n")
-            total += len(prompt)
-    return total
+    return sum(lengths)
 
 
 def _prefill(source: Path, model: str, environment: dict[str, str]) -> tuple[float, int]:
@@ -90,12 +89,13 @@ def by_length(lengths: list[int], name: str, cache: Path, rounds: int, tokens: i
     with ExitStack() as stack:
         client = stack.enter_context(start_instance(plan))
         plain = stack.enter_context(PlainProcesses(model, cores))
+        least = least_batch(client)
         for length in lengths:
             # Whole turns of all lanes and cores, so that none is left over at the end.
             turn = plan.groups * plan.lanes * cores
             count = max(1, round(tokens / length / turn)) * turn
             prompts = random_prompts([length] * count, plan.config.vocab_size)
-            batches = engine_batches(plan.topology, plan.groups, [length] * count)
+            batches = engine_batches(plan.topology, plan.groups, least, [length] * count)
 
             def engine(prompts: list[list[int]] = prompts) -> float:
                 return run_round(client, prompts, window_of(plan)).seconds / len(prompts)

@@ -16,12 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from engine.control.client import Client
 from engine.errors import RunError
 from engine.schedule.policy import AsapPolicy
 from engine.schedule.types import Request
 from engine.topology.schema import Topology
 
 _END_S = 10
+_ANSWER_S = 10.0
 
 
 class Ran(NamedTuple):
@@ -95,12 +97,18 @@ class PlainProcesses:
         return Ran(time.perf_counter() - start, tokens)
 
 
+def least_batch(client: Client) -> int:
+    """Up to how many tokens an instance aggregates prompts, which it may have measured."""
+    snapshot = client.fresh_snapshot(_ANSWER_S)
+    if snapshot is None or snapshot.min_batch_tokens is None:
+        raise RunError("the controller does not say how large its batches are")
+    return snapshot.min_batch_tokens
+
+
 def engine_batches(
     topology: Topology, groups: int, min_batch_tokens: int, lengths: Sequence[int]
 ) -> list[list[int]]:
-    """The batches that the engine makes of prompts that come all at once: places of prompts.
-    min_batch_tokens: as an instance's snapshot has it, since it may be measured.
-    """
+    """The batches that the engine makes of prompts that come all at once: places of prompts."""
     schedule = topology.schedule
     policy = AsapPolicy(
         groups,

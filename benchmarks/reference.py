@@ -12,15 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks import models, report
-from benchmarks.plain import PlainProcesses, engine_batches
+from benchmarks.plain import PlainProcesses, engine_batches, least_batch
 from engine.bench.offline import prompts_flop
 from engine.bench.peak import Peak
 from engine.bench.rounds import run_round
 from engine.launch.checks import plan_of
 from engine.launch.running import start_instance
 from engine.offline.job import window_of
-
-_ANSWER_S = 10.0
 
 
 def compare(name: str, rounds: int, cache: Path, overrides: list[str]) -> dict[str, object]:
@@ -33,9 +31,7 @@ def compare(name: str, rounds: int, cache: Path, overrides: list[str]) -> dict[s
         client = stack.enter_context(start_instance(plan))
         plain = stack.enter_context(PlainProcesses(model, cores))
         peak = stack.enter_context(Peak(cores))
-        snapshot = client.fresh_snapshot(_ANSWER_S)
-        assert snapshot is not None and snapshot.min_batch_tokens is not None
-        least = snapshot.min_batch_tokens
+        least = least_batch(client)
         batches = engine_batches(plan.topology, plan.groups, least, lengths)
 
         def engine() -> float:
