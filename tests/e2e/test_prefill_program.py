@@ -85,7 +85,9 @@ def test_ended_in_the_middle_and_run_again(
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts = write_prompts(source, [300] * 400)
     arguments = ("prefill", str(source), "-o", str(output), "--model", str(model_dir))
-    small = ("--set", "schedule.min_batch_tokens=300", "--set", "schedule.max_batch_tokens=600")
+    keys = ("attention.groups=1", "experts.ranks=1")
+    keys += ("schedule.min_batch_tokens=300", "schedule.max_batch_tokens=600")
+    small = [f"--set={key}" for key in keys]
     process = start(*arguments, *small, env=environment(home))
     wait_for(lambda: output.exists() and output.stat().st_size > 2000, "some results were written")
     others = descendants(process.pid)
