@@ -145,8 +145,10 @@ def _work(link: Connection, model_dir: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
+    from engine.device.base import open_device
     from engine.worker.heap import keep_freed_memory
 
+    open_device("cpu")
     torch.set_num_threads(1)
     keep_freed_memory()
     with torch.inference_mode():

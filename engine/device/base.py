@@ -52,6 +52,9 @@ class Device(ABC):
         """Blocks the host until `event` has happened; other threads go on."""
         assert event is None
 
+    def use(self) -> None:  # noqa: B027  (most devices need nothing)
+        """Once, before anything is computed: registers what this device does better than torch."""
+
     @abstractmethod
     def name(self) -> str:
         """The hardware's own name."""
@@ -76,4 +79,5 @@ def open_device(kind: Kind) -> Device:
     """
     module, name = MODULES[kind].split(":")
     device: Device = getattr(import_module(module), name)()
+    device.use()
     return device

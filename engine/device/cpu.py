@@ -13,6 +13,9 @@ import torch
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from engine.device.base import Device, Kind
+from engine.device.fused import register
+from engine.kernels.build import library
+from engine.kernels.operators import CpuKernels
 
 
 class Cpu(Device):
@@ -22,6 +25,10 @@ class Cpu(Device):
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.torch = torch.device("cpu")
         self.address = address
+
+    def use(self) -> None:
+        if (found := library()) is not None:
+            register("cpu", CpuKernels(found).operators)
 
     def name(self) -> str:
         return platform.processor() or platform.machine()

@@ -54,15 +54,19 @@ class FusedOperators:
     """rms_norm: x [..., H], weight [H], eps. rotate: x [N, heads, d], cos and sin [N, d / 2],
     interleaved; laid out as engine.model.rope's. attend: query [n, heads, d], key [m, kv_heads, d],
     value [m, kv_heads, dv], window, scale -> [n, heads, dv]. gate: logits [N, E] float32, router,
-    selection bias or None -> experts [N, k] int64, weights [N, k] float32. The last two may return
-    None for what they cannot do, which is then done in plain code. prepare: to be called once with
-    the weights where they stay, before any work: compiling may take seconds.
+    selection bias or None -> experts [N, k] int64, weights [N, k] float32. gated: both [n, 2 I] ->
+    silu of the first half times the second, [n, I]. All of these may return None for what they
+    cannot do, which is then done in plain code. add_rows: out [n, H], places [p] int32, weights
+    [p], x [p, H]: out[places[r]] += weights[r] * x[r]; False where it did nothing. prepare: to be
+    called once with the weights where they stay, before any work: compiling may take seconds.
     """
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
-    rotate: Callable[[Tensor, Tensor, Tensor, bool], Tensor] | None = None
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor | None] | None = None
+    rotate: Callable[[Tensor, Tensor, Tensor, bool], Tensor | None] | None = None
     attend: Callable[[Tensor, Tensor, Tensor, int | None, float], Tensor | None] | None = None
     gate: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    gated: Callable[[Tensor], Tensor | None] | None = None
+    add_rows: Callable[[Tensor, Tensor, Tensor, Tensor], bool] | None = None
     experts: ExpertOperator | None = None
     prepare: Callable[[ExpertTables], None] | None = None
 

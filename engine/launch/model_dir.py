@@ -1,11 +1,11 @@
 """Which checkpoint a run uses, and the small one that is there to try things with."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import topologies
 from engine import __version__
+from engine.cache import cache_folder
 from engine.errors import UsageError
 from engine.files import absolute, exists, is_file
 from engine.topology.schema import Topology
@@ -59,7 +59,7 @@ def refuse_config_only(model_dir: Path) -> None:
 
 
 def _demo_dir(on_note: Callable[[str], None]) -> Path:
-    target = _cache_folder() / f"demo-{__version__}"
+    target = cache_folder() / f"demo-{__version__}"
     if is_file(target / "config.json"):
         on_note(f"no model given: using the demo checkpoint in {target}")
         return target
@@ -75,17 +75,3 @@ def _demo_dir(on_note: Callable[[str], None]) -> Path:
             "with --model, or another cache folder with XDG_CACHE_HOME"
         ) from None
     return target
-
-
-def _cache_folder() -> Path:
-    """The user's cache folder (XDG Base Directory Specification): relative paths do not count."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if given.is_absolute():
-        return given / "asapctl"
-    try:
-        return Path.home().absolute() / ".cache" / "asapctl"
-    except RuntimeError:
-        raise UsageError(
-            "there is no home folder for the demo checkpoint; give a model with --model, or a "
-            "cache folder with XDG_CACHE_HOME"
-        ) from None

@@ -4,11 +4,11 @@ from functools import cached_property
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.device.fused import ExpertTables, fused
 from engine.model.architecture import ModelConfig
+from engine.model.layers import gated
 from engine.model.products import linear
 
 # oneDNN prepares a kernel for each number of rows that it has not met lately: 0.3 ms, where the
@@ -59,7 +59,7 @@ class ExpertModel(nn.Module):
         if (operator := fused(hidden.device).experts) is not None:
             operator(self.tables, layer, hidden, counts, row_index, weights, out)
             return
-        experts = self._layer(layer)
+        experts, add_rows = self._layer(layer), fused(hidden.device).add_rows
         total = out if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
         total.zero_()
         followed = torch.cat((row_index, row_index.new_zeros(_ROWS - 1)))
@@ -71,7 +71,8 @@ class ExpertModel(nn.Module):
             # Rows beyond are computed for nothing: few shapes are cheaper than exact ones.
             rows = followed[begin : begin - count // -_ROWS * _ROWS]
             result = experts(local, hidden.index_select(0, rows))[:count].float()
-            total.index_add_(0, rows[:count], result.mul_(weights[begin:end, None]))
+            if add_rows is None or not add_rows(total, rows[:count], weights[begin:end], result):
+                total.index_add_(0, rows[:count], result.mul_(weights[begin:end, None]))
             begin = end
         if total is not out:
             out.copy_(total)
@@ -104,5 +105,5 @@ class _Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(down))
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
-        return linear(F.silu(gate).mul_(up), self.down_proj[expert])
+        both = linear(x, self.gate_up_proj[expert])
+        return linear(gated(both), self.down_proj[expert])

@@ -42,7 +42,9 @@ def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
     queries with keys are taken and both are laid out alike.
     """
     if rotation.unit and (turn := fused(x.device).rotate) is not None:
-        return turn(x, rotation.cos, rotation.sin, interleaved)
+        turned = turn(x, rotation.cos, rotation.sin, interleaved)
+        if turned is not None:
+            return turned
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
