@@ -12,6 +12,7 @@ from engine import __version__
 from engine.doctor.facts import Fact, Section, section
 from engine.doctor.probe import Imported, probe_torch, probe_torch_npu
 from engine.echo import plain
+from engine.kernels.build import COMPILERS, find_compiler
 from engine.launch.accelerators import count_nodes
 
 _CANN_PLACES = (
@@ -31,6 +32,7 @@ def read_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/"
         [
             ("asapctl", _python),
             ("torch", lambda: _torch(probe_torch(environ))),
+            ("C++ compiler", lambda: _compiler(environ)),
             ("torch-npu", lambda: _torch_npu(environ)),
             ("CANN", lambda: _cann(environ, root)),
             ("NVIDIA driver", lambda: _nvidia_driver(root)),
@@ -75,6 +77,15 @@ def _torch(torch: Imported) -> Iterator[Fact]:
         yield Fact("NCCL", "absent", "torch is built without it")
     else:
         yield Fact("NCCL", "ok", f"{nccl}, in torch", nccl)
+
+
+def _compiler(environ: Mapping[str, str]) -> Iterator[Fact]:
+    found = find_compiler(environ)
+    if found is None:
+        remedy = f"install one of {', '.join(COMPILERS)}: ranks on CPUs are slower without"
+        yield Fact("C++ compiler", "absent", "not found", remedy=remedy)
+    else:
+        yield Fact("C++ compiler", "ok", found, found)
 
 
 def _torch_npu(environ: Mapping[str, str]) -> Iterator[Fact]:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -20,16 +21,17 @@ _SOURCE = Path(__file__).with_name("cpu.cpp")
 _CPUS = Path("/proc/cpuinfo")
 _OPTIONS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILE_S = 60
+COMPILERS = ("c++", "g++", "clang++")
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """None where they cannot be compiled: what is missing is logged, and plain code does it all.
 
-    The compiler is $CXX, or the first of c++, g++ and clang++ that there is. The result is kept in
+    The compiler is $CXX, or the first of COMPILERS that there is. The result is kept in
     the cache folder, by the source, the compiler's command and what the processor can do.
     """
-    compiler = _compiler()
+    compiler = find_compiler(os.environ)
     if compiler is None:
         log.info("no C++ compiler: attention and norms are torch's own, which are slower")
         return None
@@ -40,9 +42,11 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _compiler() -> str | None:
-    names = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))
-    return next((found for name in names if (found := shutil.which(name))), None)
+def find_compiler(environ: Mapping[str, str]) -> str | None:
+    """Its path."""
+    names = filter(None, (environ.get("CXX"), *COMPILERS))
+    path = environ.get("PATH")
+    return next((found for name in names if (found := shutil.which(name, path=path))), None)
 
 
 def _compiled(compiler: str) -> Path:

@@ -59,6 +59,15 @@ def test_a_torch_for_cpus(torch_found: dict[str, Any], tmp_path: Path) -> None:
     assert {found[name].state for name in ("CUDA", "NCCL", "CANN", "HCCL")} == {"absent"}
 
 
+def test_a_compiler(torch_found: dict[str, Any], tmp_path: Path) -> None:
+    absent = look(tmp_path, PATH=str(tmp_path))["C++ compiler"]
+    assert absent.state == "absent"
+    assert absent.remedy == "install one of c++, g++, clang++: ranks on CPUs are slower without"
+    (tmp_path / "g++").touch(0o755)
+    found = look(tmp_path, PATH=str(tmp_path))["C++ compiler"]
+    assert (found.state, found.text) == ("ok", str(tmp_path / "g++"))
+
+
 def test_a_torch_for_gpus(torch_found: dict[str, Any], tmp_path: Path) -> None:
     torch_found.update(cuda="13.0", nccl="2.30.3")
     found = look(tmp_path)

@@ -16,7 +16,9 @@ from engine.model import layers, spans
 from engine.model.layers import RMSNorm
 from engine.model.rope import Rotation, rotate
 
-needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    build.find_compiler(os.environ) is None, reason="there is no C++ compiler"
+)
 
 
 @pytest.fixture(scope="module")
